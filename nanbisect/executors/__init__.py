@@ -1,0 +1,1 @@
+"""Where attempts run: one small protocol, one module a place."""

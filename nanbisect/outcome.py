@@ -1,0 +1,222 @@
+"""How an attempt ended: a status plus evidence, and its JSON.
+
+Numbers that JSON does not have are named: "nan", "+inf", "-inf". Everything here is frozen; what is
+read back equals what was written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any
+
+from nanbisect.matrix import Cell
+
+SCHEMA = 1
+
+
+class Status(str, Enum):
+    """Every way an attempt can end. Only `finite` and `nonfinite` are judgements."""
+
+    FINITE = "finite"
+    NONFINITE = "nonfinite"
+    UNSUPPORTED = "unsupported"
+    OUT_OF_MEMORY = "out_of_memory"
+    FAILED = "failed"
+    TIMED_OUT = "timed_out"
+    KILLED = "killed"
+    NO_TRAINING = "no_training"
+
+    @property
+    def judged(self) -> bool:
+        """Whether the attempt says anything about the NaN."""
+        return self in (Status.FINITE, Status.NONFINITE)
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where the first non-finite value surfaced. `step` counts from 1, `micro_batch` from 0.
+
+    `phase` is one of load, data, forward, loss, backward, recompute, reduce, clip, optimizer; `kind`
+    is nan, +inf or -inf; `parameters` are the first gradients (or tensors) to show it, in order.
+    """
+
+    step: int
+    micro_batch: int
+    rank: int
+    phase: str
+    kind: str
+    parameters: tuple[str, ...] = ()
+    channels: tuple[str, ...] = ()
+
+    def same_place(self, other: Site | None) -> bool:
+        """Whether two attempts failed at the same step, phase and first tensor."""
+        if other is None:
+            return False
+        mine = (self.step, self.micro_batch, self.rank, self.phase, self.kind, self.parameters[:1])
+        return mine == (other.step, other.micro_batch, other.rank, other.phase, other.kind, other.parameters[:1])
+
+
+@dataclass(frozen=True)
+class Smear:
+    """What a check after clipping would have blamed, beside the first gradient that really arrived bad.
+
+    `bad` of `numel` elements of `blamed` were non-finite after clipping.
+    """
+
+    blamed: str
+    bad: int
+    numel: int
+    first: str
+
+    @property
+    def misleads(self) -> bool:
+        """Whether the check would have named another parameter."""
+        return self.blamed != self.first
+
+
+@dataclass(frozen=True)
+class Note:
+    """A silent repair or a doubt about this attempt: a stable code and a sentence."""
+
+    code: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one attempt ended. `seconds` is the whole attempt, `load` and `train` its parts.
+
+    `loss` and `grad_norm` hold one number a step (as the optimizer saw them, before clipping);
+    `channels` the first step's loss and count a channel; `first_gradients` the L2 norm of every
+    parameter's gradient at step 1. `blocked` names levels that this machine can't run at all.
+    """
+
+    status: Status
+    reason: str
+    attempt: int = 1
+    seed: int = 0
+    site: Site | None = None
+    origin: Mapping[str, Any] | None = None
+    smear: Smear | None = None
+    loss: tuple[float, ...] = ()
+    grad_norm: tuple[float, ...] = ()
+    channels: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    first_gradients: Mapping[str, float] = field(default_factory=dict)
+    records: tuple[str, ...] = ()
+    suspects: tuple[str, ...] = ()
+    resolved: Mapping[str, Any] = field(default_factory=dict)
+    repairs: tuple[Note, ...] = ()
+    doubts: tuple[Note, ...] = ()
+    blocked: Mapping[str, str] = field(default_factory=dict)
+    bad_input: bool = False
+    seconds: float = 0.0
+    load_seconds: float | None = None
+    train_seconds: float | None = None
+    micro_batches: int = 0
+    memory_bytes: int | None = None
+    log_tail: tuple[str, ...] = ()
+
+    @property
+    def judged(self) -> bool:
+        """Whether this attempt counts for either side."""
+        return self.status.judged
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values; non-finite numbers by name."""
+        data = {**asdict(self), "schema": SCHEMA, "status": self.status.value}
+        return jsonable(data)  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Outcome:
+        """The inverse of `to_json`. Raises ValueError for another schema or a torn record."""
+        values = dict(data)
+        if values.pop("schema", None) != SCHEMA:
+            raise ValueError(f"outcome schema is not {SCHEMA}")
+        try:
+            values["status"] = Status(values["status"])
+            values["site"] = _site(values.get("site"))
+            smear = values.get("smear")
+            values["smear"] = Smear(**smear) if smear else None
+            for name in ("loss", "grad_norm"):
+                values[name] = tuple(number(item) for item in values.get(name, ()))
+            for name in ("records", "suspects", "log_tail"):
+                values[name] = tuple(values.get(name, ()))
+            for name in ("repairs", "doubts"):
+                values[name] = tuple(Note(**item) for item in values.get(name, ()))
+            values["first_gradients"] = {k: number(v) for k, v in values.get("first_gradients", {}).items()}
+            pairs = values.get("channels", {}).items()
+            values["channels"] = {name: (number(pair[0]), number(pair[1])) for name, pair in pairs}
+            return cls(**values)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not an outcome: {error}") from error
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """A cell with its attempts so far, oldest first (killed ones included)."""
+
+    cell: Cell
+    attempts: tuple[Outcome, ...] = ()
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """The attempt that speaks for the cell: the first non-finite, else the first finite, else the last."""
+        for status in (Status.NONFINITE, Status.FINITE):
+            for attempt in self.attempts:
+                if attempt.status is status:
+                    return attempt
+        return self.attempts[-1] if self.attempts else None
+
+    @property
+    def status(self) -> Status | None:
+        """The cell's status; None when it was not run yet."""
+        return self.outcome.status if self.outcome else None
+
+    @property
+    def disagree(self) -> bool:
+        """Whether judged attempts ended both ways."""
+        return len({attempt.status for attempt in self.attempts if attempt.judged}) > 1
+
+
+def _site(data: Mapping[str, Any] | None) -> Site | None:
+    if not data:
+        return None
+    tuples = {name: tuple(data.get(name, ())) for name in ("parameters", "channels")}
+    return Site(**{**data, **tuples})
+
+
+NAMED = {"nan": math.nan, "+inf": math.inf, "-inf": -math.inf}
+
+
+def number(value: Any) -> float:
+    """A float from JSON: a number, or one of "nan", "+inf", "-inf"."""
+    return NAMED[value] if isinstance(value, str) else float(value)
+
+
+def named(value: float) -> float | str:
+    """The value itself if finite, else its name."""
+    if math.isnan(value):
+        return "nan"
+    if math.isinf(value):
+        return "+inf" if value > 0 else "-inf"
+    return value
+
+
+def jsonable(value: Any) -> Any:
+    """Mappings, sequences and enums as JSON has them; floats by `named`. Strict: anything else fails."""
+    if isinstance(value, float):
+        return named(value)
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [jsonable(item) for item in value]
+    raise TypeError(f"no JSON form for {type(value).__name__}")

@@ -1,0 +1,1 @@
+"""Everything a report says, computed once, and its renderings."""

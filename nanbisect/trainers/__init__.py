@@ -1,0 +1,1 @@
+"""What executes the training steps of a cell."""

@@ -1,0 +1,1 @@
+"""The built-in trainer: a real training loop and its recipes."""
