@@ -1,10 +1,49 @@
-"""The trainers by name, and what each understands."""
+"""The protocol of trainers, and the trainers by name.
+
+A trainer turns a cell into a process: argv, environment and working folder. The driver never asks
+which trainer it has.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
-from nanbisect.matrix import Vocabulary
-from nanbisect.trainers.sft import settings as sft
+from nanbisect.matrix import Cell, Matrix, Vocabulary
 
-VOCABULARIES: Mapping[str, Vocabulary] = {"sft": sft.VOCABULARY}
+PROBE = Path(__file__).parent.parent / "probe"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start one process. `env` is added to the environment that the executor builds."""
+
+    argv: tuple[str, ...]
+    workdir: str
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+class Trainer(Protocol):
+    """What executes the training steps of a cell."""
+
+    vocabulary: Vocabulary
+
+    def launch(self, matrix: Matrix, cell: Cell, *, seed: int, folder: Path) -> Launch:
+        """The process of one attempt; may write what that process reads into `folder`."""
+
+    def check(self, matrix: Matrix, *, folder: Path) -> Launch:
+        """The process that looks at this machine, the recipe and the data, and writes `check.json` into `folder`."""
+
+    def not_in_effect(self, matrix: Matrix, cell: Cell, resolved: Mapping[str, Any]) -> str | None:
+        """Which setting of the cell did not become what was asked for, in words."""
+
+    def work(self, matrix: Matrix, cell: Cell) -> tuple[float, float]:
+        """How much a cell has to do: (micro-batches, records)."""
+
+
+def probe_environment(folder: Path, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The variables that put the probe into every Python process below, with events in `folder`."""
+    paths = [str(PROBE / "site"), *filter(None, inherited.get("PYTHONPATH", "").split(":"))]
+    return {"PYTHONPATH": ":".join(paths), "NANBISECT_PROBE": str(folder)}

@@ -132,6 +132,8 @@ def check(matrix: Matrix) -> Sequence[tuple[str, str, str]]:
     if matrix.recipe is None:
         mend = f"recipe: {RECIPES[0]}, or the path of a Python file with your recipe"
         problems.append(("recipe", "trainer sft needs a recipe", mend))
+    if matrix.gpus_per_cell != 1:
+        problems.append(("gpus_per_cell", "trainer sft trains on one GPU", "leave it out"))
     if matrix.recipe == "causal-lm" and (where := _where(matrix, "channel_weights")):
         mend = "remove it, or write a recipe that returns one loss a channel"
         problems.append((where, "the causal-lm recipe has one channel, text, so there is nothing to weigh", mend))

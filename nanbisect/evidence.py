@@ -1,0 +1,330 @@
+"""What an attempt left behind, judged: lines of the probe and of the trainer, and how the process ended.
+
+Pure. Evidence is trusted in a fixed order: a recorded non-finite value stands whatever happened next; a
+process that was stopped, killed, or exited non-zero is never finite; and a finite cell must have proved
+that the probe was awake and that its settings took effect.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nanbisect.outcome import Note, Outcome, Site, Smear, Status, number
+
+Line = Mapping[str, Any]
+Effect = Callable[[Mapping[str, Any]], "str | None"]
+SHOWN = 8  # parameters kept in a site
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the process ended, in the executor's words: `why` is exited unless somebody ended it."""
+
+    why: str
+    code: int | None
+    signal: int | None
+    seconds: float
+    oom_kill: bool
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All lines of an attempt. `probe` holds the events of all ranks by time, `diary` the trainer's own lines."""
+
+    ending: Ending
+    probe: tuple[Line, ...]
+    diary: tuple[Line, ...]
+    armed: bool
+    log_tail: tuple[str, ...] = ()
+
+    def events(self, kind: str) -> list[Line]:
+        """The probe's events of one kind."""
+        return [line for line in self.probe if line.get("kind") == kind]
+
+    def lines(self, kind: str) -> list[Line]:
+        """The trainer's lines of one kind."""
+        return [line for line in self.diary if line.get("kind") == kind]
+
+    @property
+    def end(self) -> Line:
+        """The trainer's last word, or an empty mapping."""
+        ends = self.lines("end")
+        return ends[-1] if ends else {}
+
+
+def judge(evidence: Evidence, *, attempt: int, seed: int, not_in_effect: Effect) -> Outcome:
+    """The outcome of one attempt. `not_in_effect` says which setting did not become what was requested."""
+    resolved = resolve(evidence)
+    status, reason = _status(evidence, resolved, not_in_effect)
+    site = _site(evidence) if status is Status.NONFINITE else None
+    losses, norms = _curves(evidence)
+    load, train = _times(evidence)
+    outcome = Outcome(
+        status=status,
+        reason=reason,
+        attempt=attempt,
+        seed=seed,
+        site=site,
+        smear=_smear(evidence) if site else None,
+        loss=losses,
+        grad_norm=norms,
+        channels=_channels(evidence),
+        first_gradients=_first_gradients(evidence),
+        records=_records(evidence),
+        resolved=resolved,
+        repairs=_repairs(evidence),
+        doubts=_doubts(evidence),
+        seconds=evidence.ending.seconds,
+        load_seconds=load,
+        train_seconds=train,
+        micro_batches=len(evidence.lines("micro_batch")),
+        memory_bytes=_memory(evidence),
+        log_tail=() if status.judged else evidence.log_tail,
+    )
+    how = evidence.end.get("how")
+    blocked = evidence.end.get("levels", {}) if status is Status.UNSUPPORTED and how == "unsupported" else {}
+    suspects = _records_of(evidence, site) if site else ()
+    return replace(outcome, blocked=blocked, suspects=suspects, bad_input=how == "bad_input")
+
+
+# the status ------------------------------------------------------------------------------------
+
+
+def _status(evidence: Evidence, resolved: Mapping[str, Any], not_in_effect: Effect) -> tuple[Status, str]:
+    how, text = evidence.end.get("how"), str(evidence.end.get("text", ""))
+    if how == "bad_input":
+        return Status.FAILED, text
+    if how == "unsupported":
+        return Status.UNSUPPORTED, text
+    event = _first_event(evidence)
+    trained = bool(evidence.events("step"))
+    if event is None and (ended := _ended_badly(evidence)) is not None:
+        return ended
+    if event is None and (blind := _blind(evidence)) is not None:
+        return blind
+    if trained and (doubt := not_in_effect(resolved)) is not None:
+        return Status.UNSUPPORTED, f"not judged, because a setting did not take effect: {doubt}"
+    if event is not None:
+        return Status.NONFINITE, _surfaced(event)
+    return Status.FINITE, "every loss, gradient, parameter, buffer and optimizer state was finite"
+
+
+def _surfaced(event: Line) -> str:
+    names = [tensor["name"] for tensor in event["tensors"]]
+    first = f", first in {names[0]}" if names else ""
+    return f"{event['value']} in {event['phase']} of step {event['step']}, micro-batch {event['micro_batch']}{first}"
+
+
+def _ended_badly(evidence: Evidence) -> tuple[Status, str] | None:
+    """Anything but an orderly end, in order: told to stop, out of memory, a signal, an error."""
+    ending, how = evidence.ending, evidence.end.get("how")
+    if ending.why == "timed_out":
+        return Status.TIMED_OUT, f"not done after {ending.seconds:.0f} s"
+    if ending.why != "exited":
+        return Status.KILLED, STOPPED.get(ending.why, ending.why)
+    if how == "out_of_memory":
+        return Status.OUT_OF_MEMORY, str(evidence.end.get("text"))
+    if ending.oom_kill:
+        return Status.OUT_OF_MEMORY, "the kernel ended the process because the machine was out of memory"
+    if ending.signal is not None:
+        return _signalled(ending.signal)
+    if how == "error":
+        return Status.FAILED, str(evidence.end.get("text"))
+    if ending.code != 0 or how not in ("done", "stopped"):
+        last = f": {evidence.log_tail[-1]}" if evidence.log_tail else ""
+        return Status.FAILED, f"the training exited with code {ending.code} and did not say why{last}"
+    return None
+
+
+STOPPED = {
+    "cancelled": "stopped by nanbisect before it ended",
+    "driver_died": "nanbisect itself died while it ran",
+    "lost": "its processes were killed from outside",
+}
+
+
+def _signalled(number: int) -> tuple[Status, str]:
+    name = signal.Signals(number).name if number in signal.Signals.__members__.values() else str(number)
+    if number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        return Status.KILLED, f"killed from outside by {name}"
+    return Status.FAILED, f"crashed with {name}"
+
+
+def _blind(evidence: Evidence) -> tuple[Status, str] | None:
+    """Why finite can't be claimed although nothing bad was seen."""
+    if not evidence.armed:
+        return Status.NO_TRAINING, "the probe was not there: no process of the training had it (is PYTHONPATH dropped on the way?)"
+    if not evidence.events("step"):
+        return Status.NO_TRAINING, "the probe saw no backward pass"
+    if not any(line.get("seen") for line in evidence.events("self_check")):
+        return Status.FAILED, "not judged: the probe did not see the NaN that it planted itself"
+    errors = evidence.events("probe_error")
+    if errors:
+        return Status.FAILED, f"not judged: the probe failed in {errors[0]['where']}: {errors[0]['error']}"
+    return None
+
+
+# where -----------------------------------------------------------------------------------------
+
+
+def _first_event(evidence: Evidence) -> Line | None:
+    events = evidence.events("nonfinite")
+    return min(events, key=lambda line: (line["step"], line["time"])) if events else None
+
+
+def _site(evidence: Evidence) -> Site | None:
+    event = _first_event(evidence)
+    if event is None:
+        return None
+    return Site(
+        step=event["step"],
+        micro_batch=event["micro_batch"],
+        rank=event["rank"],
+        phase=event["phase"],
+        kind=event["value"],
+        parameters=tuple(tensor["name"] for tensor in event["tensors"][:SHOWN]),
+        channels=_bad_channels(evidence, event),
+    )
+
+
+def _bad_channels(evidence: Evidence, event: Line) -> tuple[str, ...]:
+    """Channels whose own loss was non-finite in the micro-batch of the event."""
+    for line in evidence.lines("step"):
+        if line["step"] == event["step"] and event["micro_batch"] < len(line["channels"]):
+            sums = line["channels"][event["micro_batch"]]
+            return tuple(name for name, (total, _) in sums.items() if isinstance(total, str))
+    return ()
+
+
+def _smear(evidence: Evidence) -> Smear | None:
+    """What a check after clipping would have said of the first step with bad gradients."""
+    for line in evidence.events("step"):
+        census = line.get("after_clip")
+        if line["bad"] and census and census["first"] is not None:
+            return Smear(census["first"], census["bad"], census["numel"], line["bad"][0]["name"])
+    return None
+
+
+# numbers ---------------------------------------------------------------------------------------
+
+
+def _curves(evidence: Evidence) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Loss (mean of the micro-batches) and gradient norm of every step; the probe's where the trainer's are missing."""
+    losses: dict[int, float] = {}
+    norms: dict[int, float] = {}
+    for line in evidence.events("step"):
+        values = [number(entry["handed"] if entry["unscaled"] is None else entry["unscaled"]) for entry in line["losses"]]
+        if values:
+            losses[line["step"]] = sum(values)
+        if line["norm"] is not None:
+            norms[line["step"]] = number(line["norm"])
+    for line in evidence.lines("step"):
+        values = [number(value) for value in line["losses"]]
+        losses[line["step"]] = sum(values) / max(len(values), 1)
+        norms[line["step"]] = number(line["grad_norm"])
+    return tuple(losses[step] for step in sorted(losses)), tuple(norms[step] for step in sorted(norms))
+
+
+def _channels(evidence: Evidence) -> dict[str, tuple[float, float]]:
+    """Mean loss and number of labels of each channel over the first step."""
+    lines = evidence.lines("step")
+    sums: dict[str, tuple[float, float]] = {}
+    for micro in lines[0]["channels"] if lines else ():
+        for name, (total, count) in micro.items():
+            before = sums.get(name, (0.0, 0.0))
+            sums[name] = (before[0] + number(total), before[1] + number(count))
+    return {name: (total / count if count else 0.0, count) for name, (total, count) in sums.items()}
+
+
+def _first_gradients(evidence: Evidence) -> dict[str, float]:
+    for line in evidence.events("step"):
+        if line["step"] == 1 and line.get("gradient_norms"):
+            return {name: number(value) for name, value in line["gradient_norms"].items()}
+    return {}
+
+
+def _records(evidence: Evidence) -> tuple[str, ...]:
+    """Ids in the order in which training first met them."""
+    seen = (identifier for line in evidence.lines("micro_batch") for identifier in line["records"])
+    return tuple(dict.fromkeys(seen))
+
+
+def _records_of(evidence: Evidence, site: Site) -> tuple[str, ...]:
+    lines = [line for line in evidence.lines("micro_batch") if line["step"] == site.step]
+    return tuple(lines[site.micro_batch]["records"]) if site.micro_batch < len(lines) else ()
+
+
+def _times(evidence: Evidence) -> tuple[float | None, float | None]:
+    """Seconds to load (process start included) and to train."""
+    loaded = evidence.lines("loaded")
+    if not loaded or not evidence.diary:
+        return None, None
+    train = evidence.diary[-1]["at"] - loaded[0]["at"]
+    return max(0.0, evidence.ending.seconds - train), train
+
+
+def _memory(evidence: Evidence) -> int | None:
+    """Peak bytes: the device's where there is one, else the host's."""
+    peaks = [line["memory"]["device"] or line["memory"]["host"] for line in evidence.events("step")]
+    return max(peaks) if peaks else None
+
+
+# notes -----------------------------------------------------------------------------------------
+
+
+def _repairs(evidence: Evidence) -> tuple[Note, ...]:
+    """Silent repairs, the first of each code with the number of times."""
+    found: dict[str, list[str]] = {}
+    for line in evidence.events("repair"):
+        found.setdefault(line["code"], []).append(line["text"])
+    return tuple(
+        Note(code, texts[0] if len(texts) == 1 else f"{texts[0]} (and {len(texts) - 1} more times)")
+        for code, texts in found.items()
+    )
+
+
+def _doubts(evidence: Evidence) -> tuple[Note, ...]:
+    notes = []
+    skips = [line for line in evidence.events("step") if line["ended"] == "scaler_skip"]
+    if skips:
+        scales = [number(line["scale"]) for line in skips]
+        text = f"the GradScaler skipped {len(skips)} steps at scales {scales[0]:g} to {scales[-1]:g}"
+        notes.append(Note("scaler_skip", text))
+    errors = evidence.events("probe_error")
+    if errors:
+        notes.append(Note("probe_error", f"the probe failed in {errors[0]['where']}: {errors[0]['error']}"))
+    return tuple(notes)
+
+
+# resolved --------------------------------------------------------------------------------------
+
+
+def resolve(evidence: Evidence) -> dict[str, Any]:
+    """What the settings became: the trainer's account, and what the probe saw of it in the first step."""
+    loaded = evidence.lines("loaded")
+    found: dict[str, Any] = dict(loaded[0]["resolved"]) if loaded else {}
+    roots, steps = evidence.events("root"), evidence.events("step")
+    if roots:
+        found["dropout"] = any(root["dropout"] for root in roots)
+    if steps:
+        found |= {"kernels": steps[0]["kernels"], "nested": steps[0]["nested"], "recomputed": steps[0]["recomputed"]}
+    for line in evidence.lines("recipe_read"):
+        found["read_by_recipe"] = line["settings"]
+    micro = evidence.lines("micro_batch")
+    if micro:
+        found |= {name: micro[0][name] for name in ("length", "padding", "positions") if name in micro[0]}
+        found["rows"] = len(micro[0]["records"])
+    for line in evidence.lines("step")[:1]:
+        counts = [{name: count for name, (_, count) in parts.items()} for parts in line["channels"]]
+        found["valid_labels"] = counts[0] if counts else {}
+        found["valid_labels_equal"] = all(count == counts[0] for count in counts)
+    return found
+
+
+def log_tail(text: str, lines: int = 20) -> tuple[str, ...]:
+    """The last lines of a log that say something."""
+    kept: Sequence[str] = [line.rstrip() for line in text.splitlines() if line.strip()]
+    return tuple(line[:400] for line in kept[-lines:])

@@ -1,0 +1,216 @@
+"""Attempts as processes of this machine: one shim an attempt. Slots are `schedule`'s affair, not ours.
+
+The driver does not become a subreaper, although that would hand it the orphans of a killed shim. It would
+have to reap children it never started, with a `waitpid(-1)` that takes the exit status from every other
+`subprocess` user in the process, and nanbisect is also a library in somebody's notebook. The shim is the
+subreaper; should it be killed, `sweep` finds the orphans by the marker in their environment, which works
+for a driver that died, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from nanbisect.errors import ExecutorError
+from nanbisect.executors.base import (
+    EXIT_FILE,
+    LOG_FILE,
+    MARKER,
+    PIDS_FILE,
+    SPEC_FILE,
+    Exit,
+    Handle,
+    Task,
+    read_exit,
+)
+
+SHIM = Path(__file__).with_name("shim.py")
+LOG_LIMIT = 64 * 2**20
+GRACE = 3.0
+
+
+@dataclass
+class _Attempt:
+    """A shim with the end of its life pipe that this process holds."""
+
+    folder: Path
+    shim: subprocess.Popen[bytes]
+    life: int
+    began: float
+    exit: Exit | None = None
+
+
+class LocalExecutor:
+    """Runs attempts as processes of this machine.
+
+    `echo` also shows their output on this process's standard output; `grace` is the time between TERM and
+    KILL in seconds; `log_limit` the size of an attempt's log.txt in bytes.
+    """
+
+    def __init__(self, *, echo: bool = False, grace: float = GRACE, log_limit: int = LOG_LIMIT) -> None:
+        self.echo = echo
+        self.grace = grace
+        self.log_limit = log_limit
+        self._attempts: dict[Handle, _Attempt] = {}
+
+    def start(self, task: Task) -> Handle:
+        """Starts a shim, which starts the command. Raises ExecutorError when the machine refuses."""
+        folder = task.folder.resolve()
+        read, life = os.pipe()  # neither is inherited, unless by name: so no shim holds another's life open
+        try:
+            (folder / EXIT_FILE).unlink(missing_ok=True)
+            (folder / SPEC_FILE).write_text(json.dumps(self._spec(task, folder)), encoding="utf-8")
+            shim = self._spawn(task, folder, read)
+        except OSError as error:
+            os.close(life)
+            raise ExecutorError(
+                f"can't start a process for {folder}: {error}. "
+                "Free memory, disk or processes, or run fewer attempts at once (--jobs)."
+            ) from error
+        finally:
+            os.close(read)
+        handle = Handle(task, f"process {shim.pid}")
+        self._attempts[handle] = _Attempt(folder, shim, life, time.monotonic())
+        return handle
+
+    def poll(self, handle: Handle) -> Exit | None:
+        """None while the shim lives. A shim that left no exit was killed: then its orphans are ended here."""
+        attempt = self._attempts[handle]
+        if attempt.exit is None and attempt.shim.poll() is not None:
+            os.close(attempt.life)
+            exit = read_exit(attempt.folder)
+            if exit is None or sys.platform != "linux":  # without a subreaper only the marker finds them all
+                sweep(attempt.folder)
+            attempt.exit = exit or Exit("lost", seconds=round(time.monotonic() - attempt.began, 3))
+        return attempt.exit
+
+    def stop(self, handle: Handle) -> None:
+        """Asks the shim, which ends all and then itself within the grace and a little."""
+        self._attempts[handle].shim.terminate()
+
+    def recover(self, run: Path) -> int:
+        """Ends what a dead driver left behind below a run folder. Returns how many processes."""
+        return sweep(run)
+
+    def describe(self) -> str:
+        """Where attempts run."""
+        return "processes on this machine"
+
+    def close(self) -> None:
+        """Stops all attempts, waits, and kills those that don't."""
+        for handle in self._attempts:
+            self.stop(handle)
+        deadline = time.monotonic() + self.grace + 5
+        while self._running() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for handle in self._running():
+            shim = self._attempts[handle].shim
+            shim.kill()
+            shim.wait()
+            self.poll(handle)
+
+    def _running(self) -> list[Handle]:
+        return [handle for handle in self._attempts if self.poll(handle) is None]
+
+    def _spec(self, task: Task, folder: Path) -> dict[str, Any]:
+        return {
+            "argv": list(task.argv),
+            "workdir": str(task.workdir.resolve()),
+            "timeout": task.timeout,
+            "grace": self.grace,
+            "echo": self.echo,
+            "log_limit": self.log_limit,
+            "log": str(folder / LOG_FILE),
+            "exit": str(folder / EXIT_FILE),
+            "pids": str(folder / PIDS_FILE),
+        }
+
+    def _spawn(self, task: Task, folder: Path, life: int) -> subprocess.Popen[bytes]:
+        """The shim, in this process's environment (it needs our psutil) and a session of its own.
+
+        Its errors go to log.txt. The child's environment goes through an unnamed file: no token touches
+        the run folder, and a large one can't fill a pipe.
+        """
+        marker = {MARKER: str(folder)}
+        with (
+            (folder / LOG_FILE).open("ab") as log,
+            tempfile.TemporaryFile("w+") as environment,
+            _holding_signals(),
+        ):
+            json.dump({**task.env, **marker}, environment)
+            environment.seek(0)
+            return subprocess.Popen(
+                [sys.executable, str(SHIM), str(folder / SPEC_FILE), str(life)],
+                env={**os.environ, **marker},
+                stdin=environment,
+                stdout=None if self.echo else subprocess.DEVNULL,
+                stderr=log,
+                pass_fds=[life],
+                start_new_session=True,
+            )
+
+
+@contextlib.contextmanager
+def _holding_signals() -> Iterator[None]:
+    """What is started inside starts with TERM and INT held back, until it has handlers and lets them in."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def sweep(folder: Path, *, timeout: float = 10.0) -> int:
+    """Kills every process of this user that belongs to the attempt in `folder`, or to any attempt below it.
+
+    Returns how many, once they are gone (or after `timeout` seconds: some are stuck in the kernel). Not for
+    a folder whose driver lives. A process that wiped its environment and lost its parents isn't found.
+    """
+    killed: set[psutil.Process] = set()
+    end = time.monotonic() + timeout
+    while found := _marked(folder.resolve()):  # again, since they may fork meanwhile
+        for process in found:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        killed |= found
+        if time.monotonic() > end:
+            break
+        time.sleep(0.01)
+    return len(killed)
+
+
+def _marked(folder: Path) -> set[psutil.Process]:
+    """The living processes with the marker, and their descendants; never this process or its ancestors."""
+    found: set[psutil.Process] = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.uids().real == os.getuid() and _belongs(process, folder):
+                found |= {process, *process.children(recursive=True)}
+    this = psutil.Process()
+    return {process for process in found - {this, *this.parents()} if _lives(process)}
+
+
+def _belongs(process: psutil.Process, folder: Path) -> bool:
+    marker = process.environ().get(MARKER)
+    return marker is not None and Path(marker).is_relative_to(folder)
+
+
+def _lives(process: psutil.Process) -> bool:
+    """A zombie holds nothing but its number, and in a container nobody may ever collect it."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False

@@ -1,0 +1,71 @@
+"""JSON lines, one file a rank and process, opened at the first event, each line written at once.
+
+A process that dies leaves every line it wrote. A process that only imported torch leaves one line in
+`armed.jsonl` and no file of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+
+
+def plain(value):
+    """JSON values; non-finite floats by name."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if value != value else "+inf" if value > 0 else "-inf"
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value
+
+
+def line(fields):
+    """One event as bytes, NaN disallowed."""
+    return (json.dumps(plain(fields), allow_nan=False, default=str) + "\n").encode()
+
+
+def append(path, data):
+    """One write to the end of a file: lines of several processes never mix."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(handle, data)
+    finally:
+        os.close(handle)
+
+
+class Journal:
+    """The event file of this process. Forks get their own: the file is keyed by pid."""
+
+    def __init__(self, folder, versions):
+        self.folder = folder
+        self.versions = versions
+        self.pid = None
+        self.path = None
+
+    def armed(self):
+        """Leave the line that says: this process imported torch and has the probe."""
+        append(os.path.join(self.folder, "armed.jsonl"), line({"pid": os.getpid(), "argv": sys.argv}))
+
+    def write(self, kind, **fields):
+        """Append one event; opens the file with an `awake` line first."""
+        if self.pid != os.getpid():
+            self.pid = os.getpid()
+            self.path = os.path.join(self.folder, "events.%d.%d.jsonl" % (rank(), self.pid))
+            self._append("awake", {"rank": rank(), "pid": self.pid, "argv": sys.argv, **self.versions})
+        self._append(kind, fields)
+
+    def _append(self, kind, fields):
+        append(self.path, line({"kind": kind, "time": time.time(), **fields}))
+
+
+def rank():
+    """This process's rank: from the process group if there is one, else from the launcher's variable."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank()
+    return int(os.environ.get("RANK") or 0)

@@ -1,0 +1,70 @@
+"""The one definition of the probe's events: kind -> field -> meaning.
+
+The driver reads this table as data (it never imports the probe) and checks every line against it.
+Numbers that JSON lacks are written as "nan", "+inf", "-inf". Steps count from 1, micro-batches and
+ranks from 0. Every line also has `time`, seconds since the epoch.
+"""
+
+SCHEMA = 1
+
+EVENTS = {
+    "awake": {
+        "schema": "version of this table",
+        "rank": "rank of the process",
+        "pid": "process id",
+        "argv": "command line",
+        "torch": "torch's version",
+        "python": "Python's version",
+    },
+    "self_check": {
+        "seen": "whether a planted NaN was seen through the same hooks as the real gradients",
+        "device": "where it was planted",
+    },
+    "root": {
+        "module": "class of a module that training calls",
+        "parameters": "number of parameters",
+        "elements": "number of elements in them",
+        "dtypes": "dtype -> number of parameters",
+        "device": "device of the first parameter",
+        "dropout": "whether a dropout is active",
+        "tied": "names of parameters known under several names",
+    },
+    "nonfinite": {
+        "step": "optimizer step in which it surfaced",
+        "micro_batch": "micro-batch of that step",
+        "rank": "rank that saw it",
+        "phase": "load, loss, backward, clip or optimizer",
+        "value": "nan, +inf or -inf",
+        "tensors": "what showed it, first to arrive first: name, value, nan, posinf, neginf, numel, use",
+        "bad": "how many tensors showed it",
+        "of": "how many were looked at",
+        "scale": "the GradScaler's scale, where there is one",
+    },
+    "step": {
+        "step": "number of the step",
+        "taken": "whether the optimizer moved",
+        "ended": "what ended it: step, scaler_skip, dropped, backward_only, exit",
+        "losses": "one a micro-batch: micro_batch, handed (value handed to backward), unscaled",
+        "backwards": "number of outermost backward calls",
+        "nested": "number of backward calls inside backward (reentrant checkpointing)",
+        "recomputed": "number of module forwards run during backward",
+        "kernels": "attention and softmax nodes of the graph -> count",
+        "gradients": "number of gradients that arrived",
+        "bad": "gradients that arrived non-finite, as in `nonfinite.tensors`, and of which micro-batch",
+        "norm": "total norm handed to clipping",
+        "clip": "what clipping did: call, max_norm, raised",
+        "after_clip": "what a check after clipping would say: first, bad, numel, parameters_bad, parameters",
+        "gradient_norms": "L2 norm of each gradient, at step 1 only",
+        "scale": "the GradScaler's scale before the step",
+        "memory": "peak bytes: host, device",
+        "seconds": "since the end of the step before",
+        "probe_seconds": "the probe's own share of it",
+    },
+    "repair": {
+        "step": "step in which it happened",
+        "code": "gradients_set_to_none, gradients_repaired, scaler_skip, dropped_step, infinite_buffer, zero_after_inf",
+        "text": "one sentence",
+        "tensors": "names of what was repaired",
+    },
+    "probe_error": {"where": "what the probe was doing", "error": "what went wrong"},
+}

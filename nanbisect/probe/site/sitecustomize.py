@@ -1,0 +1,103 @@
+"""Put on PYTHONPATH by nanbisect: chains to any other `sitecustomize`, then waits for torch.
+
+The probe is installed right after torch was executed, in every Python process of the tree. The finder
+stays until then: libraries ask `find_spec("torch")` before they import it, and a finder that removed
+itself at the question would never install. A broken probe must not break the run, so its errors are
+printed and swallowed here.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import traceback
+
+HERE = os.path.dirname(os.path.realpath(__file__))
+PRIVATE = "_nanbisect_probe"
+
+
+def chain():
+    """Run the `sitecustomize` that would have run without us, under its own name."""
+    rest = [entry for entry in sys.path if os.path.realpath(entry or os.getcwd()) != HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", rest)
+    if spec is None or spec.loader is None:
+        return
+    ours = sys.modules.get("sitecustomize")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["sitecustomize"] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception:  # noqa: BLE001 - what `site` does: print and go on
+        traceback.print_exc()
+        sys.modules["sitecustomize"] = ours
+
+
+def load_probe():
+    """Load the probe's folder as a private package, so that no name of the user's is shadowed."""
+    folder = os.path.dirname(HERE)
+    spec = importlib.util.spec_from_file_location(
+        PRIVATE, os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[PRIVATE] = module
+    spec.loader.exec_module(module)
+    module.install(os.environ["NANBISECT_PROBE"])
+
+
+def try_load_probe():
+    """Load the probe; print what went wrong instead of breaking the user's import of torch."""
+    try:
+        load_probe()
+    except Exception:  # noqa: BLE001
+        sys.modules.pop(PRIVATE, None)
+        sys.stderr.write("nanbisect: the probe could not be installed\n")
+        traceback.print_exc()
+
+
+class TorchFinder(importlib.abc.MetaPathFinder):
+    """Finds torch as everybody else does, and installs the probe when it has been executed."""
+
+    def find_spec(self, name, path=None, target=None):
+        """The real spec of torch, with our step after `exec_module`; None for any other name."""
+        if name != "torch":
+            return None
+        spec = self._real_spec(name, path, target)
+        execute = getattr(getattr(spec, "loader", None), "exec_module", None)
+        if execute is None:
+            return spec
+
+        def exec_module(module):
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+            execute(module)
+            try_load_probe()
+
+        try:
+            spec.loader.exec_module = exec_module
+        except AttributeError:
+            sys.stderr.write("nanbisect: torch's loader can't be wrapped; the probe is absent\n")
+        return spec
+
+    def _real_spec(self, name, path, target):
+        for finder in list(sys.meta_path):
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                return spec
+        return None
+
+
+def arm():
+    """Install now if torch is there already (a .pth file may import it), else when it comes."""
+    if not os.environ.get("NANBISECT_PROBE"):
+        return
+    if "torch" in sys.modules:
+        try_load_probe()
+    else:
+        sys.meta_path.insert(0, TorchFinder())
+
+
+chain()
+arm()

@@ -1,0 +1,232 @@
+"""The run folder: what is in it and how it is written. The only module that knows file names.
+
+    <run>/run.json                                  the matrix as read, arguments, environment
+    <run>/cells/<slug>-<8 hex>/attempt-1/           outcome.json, exit.json, events.*.jsonl, trainer.jsonl, log.txt
+    <run>/variants/<slug>-<8 hex>/attempt-1/        the same, for `rerun --with`
+    <run>/results.csv, result.json, report.md
+
+Files that must not be torn are written to a temporary name, synced and moved into place. A run can be
+killed at any moment: an attempt without an outcome is judged from what it left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from nanbisect.errors import StoreError
+from nanbisect.evidence import Ending, Evidence, Line, log_tail
+from nanbisect.executors.base import Exit, read_exit
+from nanbisect.matrix import Cell
+from nanbisect.outcome import Outcome, jsonable
+
+SCHEMA = 1
+RUN, RESULT, CSV, REPORT, LOCK = "run.json", "result.json", "results.csv", "report.md", ".lock"
+OUTCOME, LOG, DIARY, ARMED = "outcome.json", "log.txt", "trainer.jsonl", "armed.jsonl"
+TAIL_BYTES = 1 << 16
+ATTEMPT = re.compile(r"^attempt-(\d+)$")
+
+
+class Store:
+    """One run folder, made or opened."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @classmethod
+    def create(cls, folder: Path, run: Mapping[str, Any]) -> Store:
+        """Make the folder with its `run.json`. Raises StoreError if it is in use or can't be made."""
+        with explained(folder):
+            if folder.exists() and any(folder.iterdir()):
+                raise StoreError(f"{folder} is not empty\ntry: another --out, or --resume if it is an unfinished run")
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / ".gitignore").write_text("*\n", encoding="utf-8")
+            store = cls(folder)
+            store.write_run(run)
+        return store
+
+    @classmethod
+    def open(cls, folder: Path) -> Store:
+        """Open an existing run. Raises StoreError if the folder is not one."""
+        store = cls(folder)
+        store.run()
+        return store
+
+    def run(self) -> dict[str, Any]:
+        """`run.json`. Raises StoreError if it is missing, torn or of another schema."""
+        path = self.folder / RUN
+        if not path.is_file():
+            raise StoreError(f"{self.folder} is not a run folder: it has no {RUN}\ntry: a folder below reports/, or `latest`")
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise StoreError(f"{path} can't be read: {error}") from error
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+            raise StoreError(f"{path} is of another version of nanbisect")
+        return data
+
+    def write_run(self, run: Mapping[str, Any]) -> None:
+        """Write `run.json`."""
+        self._write(RUN, json.dumps(jsonable({"schema": SCHEMA, **run}), indent=1, allow_nan=False))
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """One driver a run folder. Raises StoreError when another one is at work."""
+        with explained(self.folder), (self.folder / LOCK).open("w") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise StoreError(f"another nanbisect is at work in {self.folder}\ntry: wait for it, or another --out") from None
+            yield
+
+    # attempts ----------------------------------------------------------------------------------
+
+    def cell_folder(self, cell: Cell, *, variant: bool = False) -> Path:
+        """Where a cell's attempts are."""
+        return self.folder / ("variants" if variant else "cells") / cell.slug
+
+    def attempt_folders(self, cell: Cell, *, variant: bool = False) -> list[Path]:
+        """A cell's attempt folders, oldest first."""
+        folder = self.cell_folder(cell, variant=variant)
+        found = [(int(match[1]), path) for path in _listed(folder) if (match := ATTEMPT.match(path.name))]
+        return [path for _, path in sorted(found)]
+
+    def new_attempt(self, cell: Cell, *, variant: bool = False) -> tuple[int, Path]:
+        """The number and the new, empty folder of the next attempt."""
+        taken = self.attempt_folders(cell, variant=variant)
+        number = int(taken[-1].name.partition("-")[2]) + 1 if taken else 1
+        path = self.cell_folder(cell, variant=variant) / f"attempt-{number}"
+        with explained(path):
+            path.mkdir(parents=True)
+        return number, path
+
+    def outcomes(self, cell: Cell, *, variant: bool = False) -> tuple[Outcome, ...]:
+        """The outcomes on disk, oldest attempt first. Torn ones are judged again by the driver."""
+        folders = self.attempt_folders(cell, variant=variant)
+        return tuple(outcome for folder in folders if (outcome := self.outcome(folder)) is not None)
+
+    def outcome(self, folder: Path) -> Outcome | None:
+        """The outcome of an attempt's folder; None if it is missing or torn."""
+        try:
+            return Outcome.from_json(json.loads((folder / OUTCOME).read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            return None
+
+    def write_outcome(self, folder: Path, outcome: Outcome) -> None:
+        """Write an attempt's outcome; from here on the attempt is finished."""
+        self._write(folder.relative_to(self.folder) / OUTCOME, json.dumps(outcome.to_json(), indent=1, allow_nan=False))
+
+    def write_report(self, *, markdown: str, csv: str, result: Mapping[str, Any]) -> None:
+        """Write the three renderings of the whole run."""
+        self._write(REPORT, markdown)
+        self._write(CSV, csv)
+        self._write(RESULT, json.dumps(jsonable(result), indent=1, allow_nan=False))
+
+    def discard(self) -> None:
+        """Remove a run that never began (a bad input found by its first cell)."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _write(self, name: str | Path, text: str) -> None:
+        path = self.folder / name
+        with explained(path):
+            atomic_write(path, text)
+
+
+def read_evidence(folder: Path, ended: Exit | None = None) -> Evidence:
+    """Everything an attempt left behind. Torn last lines are dropped; a missing `exit.json` means killed."""
+    ended = ended or read_exit(folder) or Exit(why="lost")
+    ending = Ending(ended.why, ended.code, ended.signal, ended.seconds, ended.oom_kill)
+    probe = [line for path in sorted(folder.glob("events.*.jsonl")) for line in read_lines(path)]
+    return Evidence(
+        ending=ending,
+        probe=tuple(sorted(probe, key=lambda line: line.get("time", 0.0))),
+        diary=tuple(read_lines(folder / DIARY)),
+        armed=(folder / ARMED).is_file(),
+        log_tail=log_tail(_tail(folder / LOG)),
+    )
+
+
+def read_lines(path: Path) -> list[Line]:
+    """JSON lines; a line that is torn (its process died in it) ends the list."""
+    lines: list[Line] = []
+    with contextlib.suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace") as handle:
+        for text in handle:
+            try:
+                line = json.loads(text)
+            except ValueError:
+                break
+            if isinstance(line, dict):
+                lines.append(line)
+    return lines
+
+
+def find_run(name: str, reports: Path) -> Path:
+    """A run by path, by name below `reports`, or `latest`. Raises StoreError when there is none."""
+    if name == "latest":
+        runs = [path for path in _listed(reports) if (path / RUN).is_file()]
+        if not runs:
+            raise StoreError(f"no run below {reports}\ntry: nanbisect run MATRIX first, or the path of a run folder")
+        return max(runs, key=lambda path: (path / RUN).stat().st_mtime)
+    for path in (Path(name), reports / name):
+        if path.is_dir():
+            return path
+    raise StoreError(f"there is no run {name!r}\ntry: the path of a run folder, its name below {reports}, or `latest`")
+
+
+def atomic_write(path: Path, text: str) -> None:
+    """Temporary file, fsync, replace, fsync of the folder: the file is whole or absent, never torn."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as handle:
+            handle.write(text)
+            handle.flush()
+            os.fsync(handle.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+@contextlib.contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """OSErrors of the file system in the user's words."""
+    try:
+        yield
+    except OSError as error:
+        mend = {
+            errno.ENOSPC: "the disk is full\ntry: make room, then go on with --resume",
+            errno.EDQUOT: "the quota is used up\ntry: make room, then go on with --resume",
+            errno.EACCES: "no permission\ntry: --out with a folder that you may write",
+            errno.EROFS: "the file system is read-only\ntry: --out with a folder that you may write",
+        }.get(error.errno or 0, error.strerror or str(error))
+        raise StoreError(f"{path} can't be written: {mend}") from error
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _tail(path: Path) -> str:
+    try:
+        with path.open("rb") as handle:
+            handle.seek(0, os.SEEK_END)
+            handle.seek(max(0, handle.tell() - TAIL_BYTES))
+            return handle.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,51 @@
+"""The training process: `python -m nanbisect.trainers.sft JOB.json [--check]`.
+
+Whatever happens ends as one `end` line in the diary, so that the driver never has to guess. This is
+the one broad `except` of the project.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from nanbisect.trainers.sft.diary import Diary
+from nanbisect.trainers.sft.job import Job
+from nanbisect.trainers.sft.problems import BadInput, Unsupported
+
+
+def main(arguments: list[str]) -> int:
+    """Train or check; 0 whenever the end line says what happened."""
+    job = Job.read(Path(arguments[0]))
+    diary = Diary(Path(job.folder))
+    try:
+        if "--check" in arguments:
+            from nanbisect.trainers.sft.check import check as work
+        else:
+            from nanbisect.trainers.sft.loop import train as work
+        diary.write("end", how=work(job, diary))
+    except BadInput as error:
+        diary.write("end", how="bad_input", text=str(error))
+    except Unsupported as error:
+        diary.write("end", how="unsupported", text=str(error), levels=error.levels)
+    except Exception as error:  # noqa: BLE001 - any exception must become an outcome
+        traceback.print_exc()
+        how = "out_of_memory" if out_of_memory(error) else "error"
+        diary.write("end", how=how, text=f"{type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """CUDA's and the host allocator's errors, told by class and, on the host, by torch's words."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    words = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory", "CUDA out of memory")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,114 @@
+"""The built-in trainer as the driver sees it. No torch here."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nanbisect.errors import UsageError
+from nanbisect.matrix import Cell, Matrix
+from nanbisect.trainers.base import Launch, probe_environment
+from nanbisect.trainers.sft import effect
+from nanbisect.trainers.sft.job import Job, size, value_of
+from nanbisect.trainers.sft.settings import RECIPES, SETTINGS, VOCABULARY
+
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
+class SftTrainer:
+    """Starts `python -m nanbisect.trainers.sft` for a cell or for the check of an environment."""
+
+    vocabulary = VOCABULARY
+
+    def launch(self, matrix: Matrix, cell: Cell, *, seed: int, folder: Path) -> Launch:
+        """One attempt of a cell, under the probe."""
+        settings = {**matrix.settings, **cell.levels}
+        job = self._job(matrix, settings=settings, seed=seed, folder=folder)
+        job.write(folder / "job.json")
+        env = {**matrix.env, **probe_environment(folder, {**os.environ, **matrix.env})}
+        if settings.get("deterministic", "off") != "off":
+            env.update(DETERMINISTIC)
+        return Launch(self._argv(folder), str(self._workdir(matrix)), env)
+
+    def check(self, matrix: Matrix, *, folder: Path) -> Launch:
+        """One look at this machine, the recipe, the model's configuration and the data; no probe."""
+        levels = {name: (matrix.settings.get(name, setting.default),) for name, setting in SETTINGS.items()}
+        levels |= {factor.name: factor.levels for factor in matrix.factors}
+        settings = {**matrix.settings, **matrix.baseline}
+        job = self._job(matrix, settings=settings, seed=int(matrix.settings.get("seed", "0")), folder=folder)
+        Job(**{**job.__dict__, "levels": levels}).write(folder / "job.json")
+        return Launch((*self._argv(folder), "--check"), str(self._workdir(matrix)), matrix.env)
+
+    def not_in_effect(self, matrix: Matrix, cell: Cell, resolved: Mapping[str, Any]) -> str | None:
+        """See `effect`."""
+        settings = {**matrix.settings, **cell.levels}
+        return effect.not_in_effect(settings, frozenset(cell.levels), resolved)
+
+    def work(self, matrix: Matrix, cell: Cell) -> tuple[float, float]:
+        """Micro-batches and records of a cell."""
+        records = size(matrix)
+        return -(-records // value_of({**matrix.settings, **cell.levels}, "batch_size")), records
+
+    @staticmethod
+    def _argv(folder: Path) -> tuple[str, ...]:
+        return (sys.executable, "-m", "nanbisect.trainers.sft", str(folder / "job.json"))
+
+    @staticmethod
+    def _workdir(matrix: Matrix) -> Path:
+        return Path(matrix.folder, matrix.workdir).resolve()
+
+    @staticmethod
+    def _job(matrix: Matrix, *, settings: dict[str, str], seed: int, folder: Path) -> Job:
+        return Job(
+            recipe=recipe_path(matrix),
+            settings=settings,
+            folder=str(folder.resolve()),
+            size=size(matrix),
+            seed=seed,
+            model=model_path(matrix),
+            data=data_path(matrix),
+            device=matrix.device,
+            records=matrix.records,
+            skip_records=matrix.skip_records,
+            trust_remote_code=matrix.trust_remote_code,
+        )
+
+
+def recipe_path(matrix: Matrix) -> str:
+    """A built-in recipe's name, or the absolute path of the recipe's file."""
+    recipe = matrix.recipe or ""
+    if recipe in RECIPES:
+        return recipe
+    path = Path(matrix.folder, recipe).resolve()
+    if not path.is_file():
+        raise UsageError(
+            f"the recipe {recipe!r} is not there: {path} is no file\n"
+            f"try: a path relative to the matrix, or a built-in recipe ({', '.join(RECIPES)})"
+        )
+    return str(path)
+
+
+def model_path(matrix: Matrix) -> str | None:
+    """A local folder made absolute, or a hub id as it is. Raises UsageError for a path that is not there."""
+    model = matrix.model
+    if model is None:
+        return None
+    path = Path(matrix.folder, Path(model).expanduser())
+    if path.exists():
+        return str(path.resolve())
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise UsageError(f"the model {model!r} is not there: no folder {path}\ntry: --model-path DIR, or a hub id such as Qwen/Qwen3-0.6B")
+    return model
+
+
+def data_path(matrix: Matrix) -> str | None:
+    """The data file made absolute. Raises UsageError if it is not there."""
+    if matrix.data is None:
+        return None
+    path = Path(matrix.folder, Path(matrix.data).expanduser())
+    if not path.is_file():
+        raise UsageError(f"the data file {matrix.data!r} is not there: {path}\ntry: data: in the matrix (relative to it), or --train-jsonl FILE")
+    return str(path.resolve())

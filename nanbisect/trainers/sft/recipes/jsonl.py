@@ -1,0 +1,33 @@
+"""JSON lines with the file and line in every complaint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nanbisect.trainers.sft.problems import BadInput
+
+
+def read(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number from 1, object) of every line that isn't blank. Raises BadInput."""
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield number, _object(line, f"{path.name}:{number}")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path.name} is not UTF-8 (byte {error.start} of a block: {error.reason})\ntry: iconv -t utf-8") from error
+    except OSError as error:
+        raise BadInput(f"{path} can't be read: {error.strerror}\ntry: --train-jsonl with a readable file") from error
+
+
+def _object(line: str, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise BadInput(f"{where} is not JSON: {error.msg} at column {error.colno}\ntry: one JSON object a line") from error
+    if not isinstance(value, dict):
+        raise BadInput(f"{where} is {type(value).__name__}, not an object\ntry: one JSON object a line")
+    return value
