@@ -326,9 +326,7 @@ def _graded(grid: _Grid, prime: _Combination, needed: Sequence[_Combination]) ->
     """The prime, with what would narrow it; nothing does if it is proved or supported."""
     if prime.proved:
         return prime
-    return replace(
-        prime, narrower=_narrower(grid, prime, _union(o.matching for o in needed if o is not prime))
-    )
+    return replace(prime, narrower=_narrower(grid, prime, _union(o.matching for o in needed if o is not prime)))
 
 
 def _narrower(grid: _Grid, prime: _Combination, elsewhere: int) -> Parts:
@@ -348,10 +346,7 @@ def _narrower(grid: _Grid, prime: _Combination, elsewhere: int) -> Parts:
         if grid.reach[position] & _held(grid, position, claimed) & ~seen[position]
     ]
     if not lacking and 2 * own.bit_count() <= (claimed & grid.reachable).bit_count():
-        lacking = [
-            (position, seen[position] & ~level)
-            for position, level in _unseen_pair(grid, own, claimed, others)
-        ]
+        lacking = [(position, seen[position] & ~level) for position, level in _unseen_pair(grid, own, claimed, others)]
     return tuple((position, levels) for position, levels in lacking if levels)
 
 
@@ -404,9 +399,7 @@ LISTED = 12
 """So many combinations that are not told apart are listed, and as alternatives of each."""
 
 
-def _causes(
-    grid: _Grid, sure: Sequence[_Combination], loose: Sequence[_Combination]
-) -> tuple[tuple[Cause, ...], int]:
+def _causes(grid: _Grid, sure: Sequence[_Combination], loose: Sequence[_Combination]) -> tuple[tuple[Cause, ...], int]:
     """The causes for the reader, surest first, and how many combinations are left out of the list."""
     known = sorted(_merged(grid, sure), key=lambda box: (not box.proved, *_rank(box)))
     left = _left(grid, known)
@@ -473,8 +466,7 @@ def _listed(rivals: Sequence[_Combination], left: int) -> list[_Combination]:
     rest = [
         box
         for box in rivals
-        if box not in cover
-        and not any(_explains_less(box.failed & left, other.failed & left) for other in cover)
+        if box not in cover and not any(_explains_less(box.failed & left, other.failed & left) for other in cover)
     ]
     chosen = [*cover, *rest[: max(0, LISTED - len(cover))]]
     return [box for box in rivals if box in chosen]
@@ -528,9 +520,7 @@ def _needed(grid: _Grid, box: _Combination, position: int) -> dict[str, str]:
     levels = dict(box.parts)[position]
     return {
         name: _happened(grid, kept & holds)
-        for level, (name, holds) in enumerate(
-            zip(grid.factors[position].levels, grid.holds[position], strict=True)
-        )
+        for level, (name, holds) in enumerate(zip(grid.factors[position].levels, grid.holds[position], strict=True))
         if not levels >> level & 1
     }
 

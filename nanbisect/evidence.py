@@ -156,7 +156,10 @@ def _signalled(number: int) -> tuple[Status, str]:
 def _blind(evidence: Evidence) -> tuple[Status, str] | None:
     """Why finite can't be claimed although nothing bad was seen."""
     if not evidence.armed:
-        return Status.NO_TRAINING, "the probe was not there: no process of the training had it (is PYTHONPATH dropped on the way?)"
+        return (
+            Status.NO_TRAINING,
+            "the probe was not there: no process of the training had it (is PYTHONPATH dropped on the way?)",
+        )
     if not evidence.events("step"):
         return Status.NO_TRAINING, "the probe saw no backward pass"
     if not any(line.get("seen") for line in evidence.events("self_check")):
@@ -216,7 +219,9 @@ def _curves(evidence: Evidence) -> tuple[tuple[float, ...], tuple[float, ...]]:
     losses: dict[int, float] = {}
     norms: dict[int, float] = {}
     for line in evidence.events("step"):
-        values = [number(entry["handed"] if entry["unscaled"] is None else entry["unscaled"]) for entry in line["losses"]]
+        values = [
+            number(entry["handed"] if entry["unscaled"] is None else entry["unscaled"]) for entry in line["losses"]
+        ]
         if values:
             losses[line["step"]] = sum(values)
         if line["norm"] is not None:

@@ -119,7 +119,9 @@ def expand(matrix: Matrix) -> tuple[Cell, ...]:
     """All cells but the excluded, first factor slowest. Numbers skip nothing: excluded cells have none."""
     names = [factor.name for factor in matrix.factors]
     product = itertools.product(*(factor.levels for factor in matrix.factors))
-    kept = (levels for levels in (dict(zip(names, row, strict=True)) for row in product) if not is_excluded(matrix, levels))
+    kept = (
+        levels for levels in (dict(zip(names, row, strict=True)) for row in product) if not is_excluded(matrix, levels)
+    )
     return tuple(Cell(number, levels) for number, levels in enumerate(kept, start=1))
 
 
@@ -139,16 +141,19 @@ def is_excluded(matrix: Matrix, levels: Mapping[str, str]) -> bool:
 
 
 def run_order(matrix: Matrix, cells: tuple[Cell, ...], runnable: Callable[[Cell], bool]) -> tuple[Cell, ...]:
-    """Baseline, then the runnable cell with the most last levels (the likeliest to fail), then the rest."""
+    """Baseline, then the cell likeliest to fail, then the rest.
+
+    That cell has the last level of every factor, as far as this machine can run them.
+    """
     baseline = [cell for cell in cells if cell.levels == matrix.baseline]
     rest = [cell for cell in cells if cell.levels != matrix.baseline]
-    last = {factor.name: factor.levels[-1] for factor in matrix.factors}
+    suspects = [cell for cell in rest if runnable(cell)]
+    there = {(name, level) for cell in suspects for name, level in cell.levels.items()}
+    last = {f.name: [level for level in f.levels if (f.name, level) in there][-1:] for f in matrix.factors}
 
     def last_levels(cell: Cell) -> tuple[int, int]:
-        same = sum(cell.levels[name] == level for name, level in last.items())
-        return same, -cell.number
+        return sum([cell.levels[name]] == level for name, level in last.items()), -cell.number
 
-    suspects = [cell for cell in rest if runnable(cell)]
     first = [max(suspects, key=last_levels)] if suspects else []
     return (*baseline, *first, *(cell for cell in rest if cell not in first))
 

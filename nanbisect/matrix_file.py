@@ -206,9 +206,7 @@ CORE = {
     "null": re.compile(r"~|null|Null|NULL|"),
     "bool": re.compile(r"true|True|TRUE|false|False|FALSE"),
     "int": re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+"),
-    "float": re.compile(
-        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
-    ),
+    "float": re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"),
 }
 SYNTAX_MENDS = {
     "'\\t'": "indent with spaces, not tabs",
@@ -313,9 +311,7 @@ class _Walker:
             self._findings.add(here, "a key is not a plain word", "write one plain word as the key", at=place)
             return False
         if key.value == "<<" and key.style is None:
-            self._findings.add(
-                here, "merge keys (<<) are not part of YAML 1.2", "write the keys out", at=place
-            )
+            self._findings.add(here, "merge keys (<<) are not part of YAML 1.2", "write the keys out", at=place)
             return False
         return True
 
@@ -346,9 +342,7 @@ class _Walker:
             raise _UnreadableError(what, "shorten the file; aliases (*name) count each time", own)
         if len(path) > DEEPEST:
             raise _UnreadableError("nested too deeply", "a matrix needs three levels of nesting", own)
-        self._findings.places[path] = (
-            own if isinstance(node, yaml.ScalarNode) else self._findings.keys.get(path, own)
-        )
+        self._findings.places[path] = own if isinstance(node, yaml.ScalarNode) else self._findings.keys.get(path, own)
 
     def _scalar(self, node: yaml.ScalarNode, path: TreePath) -> Scalar:
         text = node.value
@@ -359,9 +353,7 @@ class _Walker:
         if scalar.plain and re.fullmatch(r"(?i)yes|no|y|n", text):
             on, true = ("on", "true") if text[0] in "yY" else ("off", "false")
             what = f"{text} is a boolean to some YAML readers and text to others"
-            self._findings.add(
-                path, what, f'write {on} for a switch, {true} for a boolean, or quote it: "{text}"'
-            )
+            self._findings.add(path, what, f'write {on} for a switch, {true} for a boolean, or quote it: "{text}"')
         if scalar.plain and re.fullmatch(r"[-+]?0[0-9]+", text):
             what = f"{text} is octal to some YAML readers and decimal to others"
             self._findings.add(path, what, f'drop the leading zero, or quote it: "{text}"')
@@ -642,9 +634,7 @@ class _Check:
         factors = {name: self._factor(name, levels) for name, levels in self.shape.factors.items()}
         self._size(factors)
         settings = {name: self._fixed(name, value) for name, value in self.shape.settings.items()}
-        given = self.shape.model_dump(
-            include=set(KEYS) - {"factors", "settings", "exclude", "command", "flags"}
-        )
+        given = self.shape.model_dump(include=set(KEYS) - {"factors", "settings", "exclude", "command", "flags"})
         changed = {
             "name": self.shape.name or name,
             "trainer": self.shape.trainer or "",
@@ -700,9 +690,7 @@ class _Check:
     def _level(self, path: TreePath, setting: Setting, scalar: Scalar) -> tuple[str, Any]:
         """A level's text (a switch's as on/off) and its value; its value is None after a problem."""
         if scalar.kind == "null":
-            self.findings.add(
-                path, "the value is empty", "write one; for no value, where a setting has it, none"
-            )
+            self.findings.add(path, "the value is empty", "write one; for no value, where a setting has it, none")
             return scalar.text, None
         switched = SWITCH.get(scalar.text.lower(), "")
         text = switched if switched in setting.choices else scalar.text
@@ -741,9 +729,7 @@ class _Check:
         if self._flagged(path):
             return f"split levels at |: --factor '{path[1]}=SAFE|OTHER'; or fix it with --set"
         fixed = f"{path[1]}: {levels[0].text}" if levels else "one value"
-        return (
-            f"list two levels or more, the safe one first; or put it under settings ({fixed}), or use --set"
-        )
+        return f"list two levels or more, the safe one first; or put it under settings ({fixed}), or use --set"
 
     def _flagged(self, path: TreePath) -> bool:
         return bool(self.findings.places.get(path, _Place()).shown)
@@ -755,9 +741,7 @@ class _Check:
             text, value = self._level(here, setting, scalar)
             same = next((other for other, earlier in seen if text == other or _equal(value, earlier)), None)
             if same is not None:
-                self.findings.add(
-                    here, f"{scalar.text!r} is the same level as {same!r}", "remove one of them"
-                )
+                self.findings.add(here, f"{scalar.text!r} is the same level as {same!r}", "remove one of them")
             seen.append((text, value))
         return [text for text, _ in seen]
 

@@ -204,9 +204,7 @@ def _tolerance(outcome: Outcome) -> Tolerance:
     return TOLERANCES.get(str(outcome.resolved.get("precision")), TOLERANCES["bf16"])
 
 
-def _parameters(
-    one: Mapping[str, float], two: Mapping[str, float]
-) -> Iterator[tuple[str, tuple[float, float], float]]:
+def _parameters(one: Mapping[str, float], two: Mapping[str, float]) -> Iterator[tuple[str, tuple[float, float], float]]:
     """(name, both norms, relative difference) of every parameter that both cells have."""
     floor = SMALL * max((abs(norm) for norms in (one, two) for norm in norms.values()), default=0.0)
     for name in (name for name in one if name in two):
@@ -291,7 +289,8 @@ def _not_judged(factors: Sequence[Factor], results: Sequence[CellResult]) -> Ite
         if cells:
             words = status.value.replace("_", " ")
             held = "".join(f" {part}" for part in _common(factors, cells, words))
-            text = f"{len(cells)} of {len(results)} cells were not judged: {words}.{held}"
+            verb = "was" if len(cells) == 1 else "were"
+            text = f"{len(cells)} of {len(results)} cells {verb} not judged: {words}.{held}"
             yield Caution("not_judged", text, advice)
 
 
@@ -299,9 +298,7 @@ def _common(factors: Sequence[Factor], cells: Sequence[CellResult], words: str) 
     """Which cells these are, if one level or the cells' numbers say it."""
     levels = [{result.cell.levels[factor.name] for result in cells} for factor in factors]
     common = [
-        f"{factor.name}={next(iter(seen))}"
-        for factor, seen in zip(factors, levels, strict=True)
-        if len(seen) == 1
+        f"{factor.name}={next(iter(seen))}" for factor, seen in zip(factors, levels, strict=True) if len(seen) == 1
     ]
     if len(cells) > 1 and common:
         yield f"All {len(cells)} {words} cells hold {listed(common)}."

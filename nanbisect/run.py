@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any, NoReturn
 
 import nanbisect
 from nanbisect import schedule
-from nanbisect.errors import NanbisectError, UsageError
+from nanbisect.errors import UsageError
 from nanbisect.events import CellEnded, CellStarted, Event, LevelBlocked, RunEnded, RunStarted
 from nanbisect.evidence import judge
 from nanbisect.executors.base import Executor, Exit, Handle, Task, child_environment
@@ -49,6 +48,7 @@ class Occasion:
     gpus: str | None = None
     jobs: int = 1
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    sleep: Callable[[float], None] = time.sleep
 
 
 def check_machine(matrix: Matrix, trainer: Trainer, executor: Executor, occasion: Occasion) -> Machine:
@@ -64,7 +64,9 @@ def check_machine(matrix: Matrix, trainer: Trainer, executor: Executor, occasion
     end = next((line for line in lines if line["kind"] == "end"), None)
     if end is None or end["how"] not in ("done", "bad_input", "unsupported"):
         said = f": {end['text']}" if end else ""
-        raise UsageError("\n".join([f"this machine could not be checked{said}", *tail, "try: the command above by hand"]))
+        raise UsageError(
+            "\n".join([f"this machine could not be checked{said}", *tail, "try: the command above by hand"])
+        )
     if end["how"] != "done":
         raise UsageError(end["text"])
     environment = {key: value for line in lines if line["kind"] == "environment" for key, value in line.items()}
@@ -133,7 +135,14 @@ class Driver:
     """One run: its cells and attempts, from the first to the last."""
 
     def __init__(
-        self, matrix: Matrix, trainer: Trainer, executor: Executor, *, store: Store, machine: Machine, occasion: Occasion
+        self,
+        matrix: Matrix,
+        trainer: Trainer,
+        executor: Executor,
+        *,
+        store: Store,
+        machine: Machine,
+        occasion: Occasion,
     ) -> None:
         self.matrix, self.trainer, self.executor = matrix, trainer, executor
         self.store, self.machine, self.occasion = store, machine, occasion
@@ -141,6 +150,7 @@ class Driver:
         self.blocked = list(machine.blocked)
         self.running: list[Running] = []
         self.free = list(machine.slots)
+        self.trained = any(outcome.judged for result in self.results() for outcome in result.attempts)
         self.variant = False
         self.echo: Listener = lambda event: None
 
@@ -184,14 +194,13 @@ class Driver:
             for ended in self._poll():
                 self._keep(ended, self._judge(ended), results)
             if self.running:
-                time.sleep(POLL)
+                self.occasion.sleep(POLL)
 
     def _startable(self, results: Mapping[str, CellResult]) -> list[schedule.Attempt]:
         """Attempts to make now. The first cell goes alone: it shows whether model and data can be used."""
         under_way = {entry.attempt.cell.id for entry in self.running}
         attempts = schedule.pending(tuple(results.values()), repeat=self.matrix.repeat, running=under_way)
-        trained = any(outcome.judged for result in results.values() for outcome in result.attempts)
-        if trained:
+        if self.trained:
             return attempts
         return attempts[:1] if not self.running else []
 
@@ -225,7 +234,8 @@ class Driver:
         seed = self.seed(attempt.index) if seed is None else seed
         slot = self.free.pop(0)
         launch = self.trainer.launch(self.matrix, attempt.cell, seed=seed, folder=folder)
-        added = {**launch.env, **slot_environment(slot, self.occasion), **self._offline(launch.env)}
+        offline = {"HF_HUB_OFFLINE": "1"} if launch.from_hub and self.trained else {}
+        added = {**offline, **launch.env, **slot_environment(slot, self.occasion)}
         env = child_environment(self.occasion.environ, set=added)
         task = Task(launch.argv, env, Path(launch.workdir), folder, self.matrix.timeout, (slot,))
         try:
@@ -235,16 +245,6 @@ class Driver:
             raise
         self.running.append(Running(attempt, number, seed, folder, slot, handle, time.monotonic()))
         self.echo(CellStarted(attempt.cell, number, slot))
-
-    def _offline(self, given: Mapping[str, str]) -> dict[str, str]:
-        """The first cell resolves the model; further cells must get the same one, so they ask nobody."""
-        known = {**self.occasion.environ, **given}
-        loaded = any(self.store.attempt_folders(cell) for cell in self.cells[:1])
-        return {"HF_HUB_OFFLINE": "1"} if loaded and self.running == [] and self._trained and "HF_HUB_OFFLINE" not in known else {}
-
-    @property
-    def _trained(self) -> bool:
-        return any(outcome.judged for cell in self.cells for outcome in self.store.outcomes(cell))
 
     def _poll(self) -> Iterator[tuple[Running, Exit]]:
         for entry in list(self.running):
@@ -285,6 +285,7 @@ class Driver:
         self._tell(attempt.cell, outcome, results)
 
     def _tell(self, cell: Cell, outcome: Outcome, results: dict[str, CellResult]) -> None:
+        self.trained = self.trained or outcome.judged
         before = results[cell.id]
         results[cell.id] = replace(before, attempts=(*before.attempts, outcome))
         done = sum(self._done(result) for result in results.values())
@@ -308,11 +309,13 @@ class Driver:
         while self.running:
             for ended in self._poll():
                 self.store.write_outcome(ended[0].folder, self._judge(ended))
-            time.sleep(POLL)
+            self.occasion.sleep(POLL)
 
     # one cell again ----------------------------------------------------------------------------
 
-    def again(self, cell: Cell, *, seeds: Sequence[int], listener: Listener, variant: bool = False) -> tuple[Outcome, ...]:
+    def again(
+        self, cell: Cell, *, seeds: Sequence[int], listener: Listener, variant: bool = False
+    ) -> tuple[Outcome, ...]:
         """Further attempts of one cell, one after another, with these seeds."""
         self.echo, self.variant = listener, variant
         self.free = self.free[:1]
@@ -322,7 +325,7 @@ class Driver:
                 self._start(schedule.Attempt(cell, index), seed=seed)
                 try:
                     while not (ended := list(self._poll())):
-                        time.sleep(POLL)
+                        self.occasion.sleep(POLL)
                 except BaseException:
                     self._stop({})
                     raise
@@ -392,7 +395,9 @@ def pick_cell(cells: Sequence[Cell], text: str) -> Cell:
     if len(found) == 1:
         return found[0]
     if not found:
-        raise UsageError(f"no cell matches {text!r}\ntry: its number in the table, or a part of its id such as {cells[0].id}")
+        raise UsageError(
+            f"no cell matches {text!r}\ntry: its number in the table, or a part of its id such as {cells[0].id}"
+        )
     shown = "\n".join(f"  {cell.number}: {cell.id}" for cell in found[:12])
     more = f"\n  and {len(found) - 12} more" if len(found) > 12 else ""
     raise UsageError(f"{len(found)} cells match {text!r}\n{shown}{more}\ntry: a longer part, or the number")
@@ -418,7 +423,3 @@ def default_folder(matrix: Matrix, reports: Path) -> Path:
         number += 1
         folder = base.with_name(f"{base.name}-{number}")
     return folder
-
-
-__all__ = ["Driver", "Machine", "NanbisectError", "Occasion", "check_machine", "execute", "pick_cell"]
-_ = sys

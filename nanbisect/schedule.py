@@ -76,24 +76,22 @@ def time_left(
 
 
 def _rates(results: Sequence[CellResult], work: Mapping[str, Sequence[float]]) -> tuple[float, float]:
-    """Seconds a micro-batch and seconds a record, by least squares through the origin, neither negative."""
+    """Seconds a micro-batch and seconds a record: least squares through the origin, neither negative."""
     rows = []
     for result in results:
+        micro, records = work.get(result.cell.id, (0.0, 0.0))
         for outcome in counted(result.attempts):
-            micro, records = work.get(result.cell.id, (0.0, 0.0))
             if outcome.train_seconds is not None and outcome.micro_batches and micro:
                 share = outcome.micro_batches / micro
                 rows.append((micro * share, records * share, outcome.train_seconds))
-    mm, rr = sum(m * m for m, _, _ in rows), sum(r * r for _, r, _ in rows)
-    mr = sum(m * r for m, r, _ in rows)
-    mt, rt = sum(m * t for m, _, t in rows), sum(r * t for _, r, t in rows)
+    mm, mr, rr, mt, rt = (sum(row[i] * row[k] for row in rows) for i, k in ((0, 0), (0, 1), (1, 1), (0, 2), (1, 2)))
     determinant = mm * rr - mr * mr
-    if determinant > 1e-9 * max(mm * rr, 1e-12):
-        micro, record = (mt * rr - rt * mr) / determinant, (rt * mm - mt * mr) / determinant
-        if micro >= 0 and record >= 0:
-            return micro, record
-    trained = sum(m for m, _, _ in rows)
-    return (sum(t for _, _, t in rows) / trained if trained else 0.0), 0.0
+    if determinant <= 1e-9 * mm * rr:  # one batch size so far: the two can't be told apart
+        return (mt / mm if mm else 0.0), 0.0
+    micro_rate, record_rate = (mt * rr - rt * mr) / determinant, (rt * mm - mt * mr) / determinant
+    if micro_rate < 0:
+        return 0.0, rt / rr
+    return (mt / mm, 0.0) if record_rate < 0 else (micro_rate, record_rate)
 
 
 def _share_trained(results: Sequence[CellResult], work: Mapping[str, Sequence[float]]) -> float:
@@ -101,5 +99,7 @@ def _share_trained(results: Sequence[CellResult], work: Mapping[str, Sequence[fl
     shares = []
     for result in results:
         micro = work.get(result.cell.id, (0.0, 0.0))[0]
-        shares += [min(1.0, outcome.micro_batches / micro) for outcome in counted(result.attempts) if micro and outcome.judged]
+        shares += [
+            min(1.0, outcome.micro_batches / micro) for outcome in counted(result.attempts) if micro and outcome.judged
+        ]
     return fmean(shares) if shares else 1.0

@@ -45,7 +45,7 @@ class Store:
     def create(cls, folder: Path, run: Mapping[str, Any]) -> Store:
         """Make the folder with its `run.json`. Raises StoreError if it is in use or can't be made."""
         with explained(folder):
-            if folder.exists() and any(folder.iterdir()):
+            if folder.exists() and any(not entry.name.startswith(".") for entry in folder.iterdir()):
                 raise StoreError(f"{folder} is not empty\ntry: another --out, or --resume if it is an unfinished run")
             folder.mkdir(parents=True, exist_ok=True)
             (folder / ".gitignore").write_text("*\n", encoding="utf-8")
@@ -64,7 +64,9 @@ class Store:
         """`run.json`. Raises StoreError if it is missing, torn or of another schema."""
         path = self.folder / RUN
         if not path.is_file():
-            raise StoreError(f"{self.folder} is not a run folder: it has no {RUN}\ntry: a folder below reports/, or `latest`")
+            raise StoreError(
+                f"{self.folder} is not a run folder: it has no {RUN}\ntry: a folder below reports/, or `latest`"
+            )
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -84,7 +86,9 @@ class Store:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise StoreError(f"another nanbisect is at work in {self.folder}\ntry: wait for it, or another --out") from None
+                raise StoreError(
+                    f"another nanbisect is at work in {self.folder}\ntry: wait for it, or another --out"
+                ) from None
             yield
 
     # attempts ----------------------------------------------------------------------------------

@@ -329,7 +329,7 @@ def test_baseline_cautions() -> None:
 
 def test_cells_not_judged_and_not_run() -> None:
     found = table(matrix(a="01", b="012"), {"00": ".", "01": "x", "12": "o"})
-    assert caution(found, "not_judged").text == "1 of 6 cells were not judged: out of memory. See cell 6."
+    assert caution(found, "not_judged").text == "1 of 6 cells was not judged: out of memory. See cell 6."
     assert caution(found, "not_run").text == "3 of 6 cells were not run (cells 3, 4 and 5)."
 
 

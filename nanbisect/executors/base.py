@@ -154,8 +154,6 @@ def child_environment(base: Mapping[str, str], *, set: Mapping[str, str]) -> dic
     What is dropped is what accelerate 1.15 and torch elastic read. `set` has the last word.
     """
     kept = {
-        name: value
-        for name, value in base.items()
-        if name not in DROPPED and not name.startswith(DROPPED_PREFIXES)
+        name: value for name, value in base.items() if name not in DROPPED and not name.startswith(DROPPED_PREFIXES)
     }
     return {"WANDB_MODE": "disabled", **kept, "PYTHONUNBUFFERED": "1", **set}

@@ -57,9 +57,7 @@ class ScriptedExecutor:
     that were under way together, and `slots` the same for every slot by its name.
     """
 
-    def __init__(
-        self, script: Callable[[Task], Scripted], *, clock: Clock | None = None, tick: float = 0.1
-    ) -> None:
+    def __init__(self, script: Callable[[Task], Scripted], *, clock: Clock | None = None, tick: float = 0.1) -> None:
         self.script = script
         self.clock = clock or Clock()
         self.tick = tick

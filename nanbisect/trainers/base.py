@@ -18,11 +18,16 @@ PROBE = Path(__file__).parent.parent / "probe"
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start one process. `env` is added to the environment that the executor builds."""
+    """How to start one process. `env` is added to the environment that the executor builds.
+
+    `from_hub`: the model is fetched by name; once a cell has it, further cells ask nobody, so that all
+    get the same one.
+    """
 
     argv: tuple[str, ...]
     workdir: str
     env: Mapping[str, str] = field(default_factory=dict)
+    from_hub: bool = False
 
 
 class Trainer(Protocol):

@@ -31,7 +31,8 @@ class SftTrainer:
         env = {**matrix.env, **probe_environment(folder, {**os.environ, **matrix.env})}
         if settings.get("deterministic", "off") != "off":
             env.update(DETERMINISTIC)
-        return Launch(self._argv(folder), str(self._workdir(matrix)), env)
+        from_hub = job.model is not None and not Path(job.model).is_absolute()
+        return Launch(self._argv(folder), str(self._workdir(matrix)), env, from_hub)
 
     def check(self, matrix: Matrix, *, folder: Path) -> Launch:
         """One look at this machine, the recipe, the model's configuration and the data; no probe."""

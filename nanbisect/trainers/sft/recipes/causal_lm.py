@@ -102,7 +102,7 @@ def losses(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> dict[st
 
 def _takes(model: torch.nn.Module, name: str) -> bool:
     parameters = inspect.signature(model.forward).parameters
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and name != "position_ids"
+    return name in parameters or (any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and name != "position_ids")
 
 
 def _tokens(raw: Mapping[str, Any], where: str, settings: Settings) -> dict[str, list[int]]:

@@ -1,0 +1,302 @@
+"""Every command as one plain function with keyword arguments, usable from Python."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import re
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from nanbisect import console as show
+from nanbisect import run as driving
+from nanbisect import schedule
+from nanbisect.attribution import attribute
+from nanbisect.errors import StoreError, UsageError
+from nanbisect.events import CellStarted, Event
+from nanbisect.executors.local import LocalExecutor
+from nanbisect.matrix import Cell, Matrix, excluded, expand, run_order
+from nanbisect.matrix_file import Overrides, matrix_to_json, read_matrix
+from nanbisect.outcome import CellResult, Outcome, Status, jsonable
+from nanbisect.report.markdown import to_markdown
+from nanbisect.report.model import Report, RunInputs, build
+from nanbisect.report.redact import Redactor
+from nanbisect.report.result import to_result
+from nanbisect.run import Driver, Occasion
+from nanbisect.store import Store, find_run
+from nanbisect.tables import to_csv
+from nanbisect.trainers.registry import TRAINERS, VOCABULARIES
+
+NOT_JUDGED, FOUND = 3, 1
+
+
+def run(path: Path, overrides: Overrides, occasion: Occasion, *, out: Path | None, resume: bool, reports: Path) -> int:
+    """`nanbisect run`: every cell, then the report. Returns the exit code."""
+    matrix = load(path, overrides)
+    trainer, executor, console = TRAINERS[matrix.trainer], LocalExecutor(), show.console_for()
+    try:
+        store = _to_resume(matrix, out, reports) if resume else None
+        console.print("looking at this machine, the recipe and the data", style="dim")
+        machine = driving.check_machine(matrix, trainer, executor, occasion)
+        if store is None:
+            store = Store.create(
+                out or driving.default_folder(matrix, reports), driving.run_json(matrix, machine, occasion)
+            )
+        driver = Driver(matrix, trainer, executor, store=store, machine=machine, occasion=occasion)
+        try:
+            with show.watching(console, matrix) as listener:
+                results = driving.execute(driver, listener)
+        except KeyboardInterrupt:
+            _write(store, console)
+            console.print(
+                f"stopped; go on with: nanbisect run {path} --resume --out {store.folder}",
+                style="yellow",
+                soft_wrap=True,
+            )
+            raise
+    finally:
+        executor.close()
+    _write(store, console)
+    return exit_code(results)
+
+
+def plan(path: Path, overrides: Overrides, occasion: Occasion) -> None:
+    """`nanbisect plan`: what would run, in which order, and what can't."""
+    matrix = load(path, overrides)
+    executor, console = LocalExecutor(), show.console_for()
+    try:
+        machine = driving.check_machine(matrix, TRAINERS[matrix.trainer], executor, occasion)
+    finally:
+        executor.close()
+    cells = expand(matrix)
+    reasons = {cell.id: reason for cell in cells if (reason := schedule.blocked_by(cell, machine.blocked))}
+    order = run_order(matrix, cells, lambda cell: cell.id not in reasons)
+    removed = tuple(excluded(matrix))
+    console.print(
+        f"{matrix.name}: {len(cells)} cells ({len(removed)} excluded), {len(cells) - len(reasons)} can run here on "
+        f"{machine.environment.get('device')}",
+        highlight=False,
+    )
+    for part in show.plan_tables(matrix, order, reasons, removed):
+        console.print(part)
+    for levels, reason in machine.blocked:
+        if any(matrix.factor(name) for name in levels):
+            text = " ".join(f"{name}={level}" for name, level in levels.items())
+            console.print(f"can't run here: {text}: {reason}", style="yellow", highlight=False, soft_wrap=True)
+
+
+def rerun(name: str, cell_name: str, *, repeat: int, changes: tuple[str, ...], reports: Path) -> int:
+    """`nanbisect rerun`: one cell again, with its output. Returns the exit code."""
+    store = Store.open(find_run(name, reports))
+    matrix, machine, before = driving.from_run_json(store.run())
+    cell = driving.pick_cell(expand(matrix), cell_name)
+    trainer, executor, console = TRAINERS[matrix.trainer], LocalExecutor(echo=True), show.console_for()
+    earlier = CellResult(cell, schedule.counted(store.outcomes(cell)))
+    changed, variant = with_changes(matrix, cell, changes)
+    occasion = replace(before, environ=dict(os.environ))
+    machine = replace(machine, slots=driving.slots_of(machine.environment, occasion))
+    driver = Driver(changed, trainer, executor, store=store, machine=machine, occasion=occasion)
+    target = variant or cell
+    seeds = _seeds(earlier, driver, repeat)
+    try:
+        with store.lock():
+            outcomes = driver.again(
+                target, seeds=seeds, listener=_heading(console, changed), variant=variant is not None
+            )
+    finally:
+        executor.close()
+    for outcome in outcomes:
+        console.print(compared(earlier, outcome, cell, changes), markup=False, highlight=False, soft_wrap=True)
+    if variant is None:
+        _write(store, Console(quiet=True))
+    return exit_code([CellResult(target, outcomes)])
+
+
+def report(name: str, format_: str, *, redact: bool, reports: Path) -> str:
+    """`nanbisect report`: one rendering, built from the files of the run."""
+    store = Store.open(find_run(name, reports))
+    inputs, hide = inputs_of(store), redactor(store) if redact else Redactor.none()
+    if format_ == "json":
+        return json.dumps(hide.redact_json(jsonable(to_result(inputs))), indent=1, allow_nan=False) + "\n"
+    if format_ == "csv":
+        return hide.redact(to_csv(inputs.results))
+    return to_markdown(build(inputs), hide)
+
+
+# pieces ----------------------------------------------------------------------------------------
+
+
+def load(path: Path, overrides: Overrides) -> Matrix:
+    """Read a matrix file. Raises UsageError when it can't be read, MatrixError for what is in it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 (byte {error.start})\ntry: iconv -t utf-8") from error
+    except OSError as error:
+        raise UsageError(
+            f"{path} can't be read: {error.strerror}\ntry: the path of a matrix file, such as matrices/demo.yaml"
+        ) from error
+    return read_matrix(
+        text, source=str(path), folder=str(path.parent.resolve()), vocabularies=VOCABULARIES, overrides=overrides
+    )
+
+
+def overrides(
+    model: str | None,
+    data: str | None,
+    sets: tuple[str, ...],
+    factors: tuple[str, ...],
+    *,
+    seed: int | None = None,
+    **others: Any,
+) -> Overrides:
+    """The flags of a command line laid over the matrix. Paths given there are relative to here."""
+    if seed is not None:
+        sets = (*sets, f"seed={seed}")
+    data = None if data is None else str(Path(data).expanduser().resolve())
+    return Overrides(model=_model(model), data=data, settings=sets, factors=factors, **others)
+
+
+def _model(model: str | None) -> str | None:
+    if model is None:
+        return None
+    path = Path(model).expanduser()
+    looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1
+    return str(path.resolve()) if path.exists() or looks_like_path else model
+
+
+def occasion(arguments: tuple[str, ...], path: Path, *, gpus: str | None = None, jobs: int = 1) -> Occasion:
+    """What belongs to this execution and not to the experiment."""
+    return Occasion(arguments=arguments, matrix_path=str(path), gpus=gpus, jobs=jobs)
+
+
+def exit_code(results: Sequence[CellResult]) -> int:
+    """0 all judged and finite, 1 non-finite found, 3 something was not judged (1 wins over 3)."""
+    statuses = {result.status for result in results}
+    if Status.NONFINITE in statuses:
+        return FOUND
+    return 0 if statuses == {Status.FINITE} else NOT_JUDGED
+
+
+def inputs_of(store: Store) -> RunInputs:
+    """Everything a report needs, read from the run's files."""
+    data = store.run()
+    matrix, machine, occasion = driving.from_run_json(data)
+    results = tuple(CellResult(cell, store.outcomes(cell)) for cell in expand(matrix))
+    neutral = frozenset(name for name, setting in VOCABULARIES[matrix.trainer].settings.items() if setting.neutral)
+    return RunInputs(
+        matrix=matrix,
+        results=results,
+        attribution=attribute(matrix.factors, results, neutral_settings=neutral),
+        environment=machine.environment,
+        folder=store.folder.name,
+        command=occasion.arguments,
+        matrix_path=occasion.matrix_path,
+        interrupted=any(result.status is None for result in results),
+        excluded=sum(1 for _ in excluded(matrix)),
+    )
+
+
+def _write(store: Store, console: Console) -> Report:
+    """Write the three renderings and show the report."""
+    inputs = inputs_of(store)
+    report = build(inputs)
+    store.write_report(
+        markdown=to_markdown(report, redactor(store)), csv=to_csv(inputs.results), result=to_result(inputs)
+    )
+    show.show_report(console, report)
+    console.print(f"\nreport: {store.folder / 'report.md'}", style="dim", highlight=False, soft_wrap=True)
+    return report
+
+
+def redactor(store: Store) -> Redactor:
+    """Names and paths of this machine, to be kept out of what is published."""
+    paths = {str(store.folder.resolve()): "<run>", str(Path.cwd()): ".", sys.prefix: "<python>"}
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = ""
+    return Redactor(home=str(Path.home()), user=user, host=socket.gethostname(), paths=paths)
+
+
+def _to_resume(matrix: Matrix, out: Path | None, reports: Path) -> Store:
+    """The run to go on with. Raises StoreError when there is none, or when its matrix was another one."""
+    folder = out or _latest_of(matrix, reports)
+    store = Store.open(folder)
+    kept, now = store.run()["matrix"], matrix_to_json(matrix)
+    changed = sorted(name for name in kept if kept[name] != now.get(name) and name not in ("timeout", "folder"))
+    if changed:
+        raise StoreError(
+            f"{folder} was run with another matrix: {', '.join(changed)} changed\n"
+            "try: a new run, or the matrix and flags of that run (its run.json has them)"
+        )
+    return store
+
+
+def _latest_of(matrix: Matrix, reports: Path) -> Path:
+    name = re.compile(rf"^{re.escape(matrix.name)}-\d{{8}}-\d{{6}}(-\d+)?$")
+    runs = (
+        sorted(path for path in reports.glob(f"{matrix.name}-*") if name.match(path.name)) if reports.is_dir() else []
+    )
+    if not runs:
+        raise StoreError(f"there is no run of {matrix.name} below {reports} to go on with\ntry: --out with its folder")
+    return runs[-1]
+
+
+def with_changes(matrix: Matrix, cell: Cell, changes: tuple[str, ...]) -> tuple[Matrix, Cell | None]:
+    """The matrix and cell of `rerun --with`. The changed cell stands outside the matrix. Raises UsageError."""
+    if not changes:
+        return matrix, None
+    settings = VOCABULARIES[matrix.trainer].settings
+    levels = dict(cell.levels)
+    for change in changes:
+        name, sign, level = change.partition("=")
+        if not sign or name not in settings:
+            raise UsageError(f"--with {change}: no such setting\ntry: --with k=v with one of {', '.join(settings)}")
+        try:
+            settings[name].parse(level)
+        except ValueError as error:
+            raise UsageError(f"--with {change}: {level!r} is not {error}") from error
+        levels[name] = level
+    return matrix, Cell(cell.number, levels)
+
+
+def _seeds(earlier: CellResult, driver: Driver, repeat: int) -> list[int]:
+    """The seed of the attempt repeated, then the ones after it."""
+    first = earlier.outcome.seed if earlier.outcome else driver.seed(1)
+    return [first + index for index in range(repeat)]
+
+
+def _heading(console: Console, matrix: Matrix) -> Any:
+    def listener(event: Event) -> None:
+        line = show.Plain(console, matrix)
+        if isinstance(event, CellStarted):
+            console.print(f"cell {event.cell.number}: {event.cell.id}", markup=False, highlight=False, soft_wrap=True)
+        else:
+            line(event)
+
+    return listener
+
+
+def compared(earlier: CellResult, outcome: Outcome, cell: Cell, changes: tuple[str, ...]) -> str:
+    """Whether an attempt ended as the one it repeats, and at the same place."""
+    before = earlier.outcome
+    what = f"cell {cell.number}" + (f" with {' '.join(changes)}" if changes else "")
+    if before is None:
+        return f"{what}: {outcome.status.value} ({outcome.reason}); it had not been run before"
+    if before.status is not outcome.status:
+        now = f"{outcome.status.value} now ({outcome.reason})"
+        return f"{what}: ended otherwise: {now}, {before.status.value} before ({before.reason})"
+    if outcome.site is None:
+        return f"{what}: ended the same way: {outcome.status.value} ({outcome.reason})"
+    where = (
+        "at the same place" if outcome.site.same_place(before.site) else f"at another place (before: {before.reason})"
+    )
+    return f"{what}: ended the same way, {where}: {outcome.reason}"

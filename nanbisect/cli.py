@@ -1,0 +1,185 @@
+"""The commands: parse, call one plain function, render, return a code. Heavy imports wait until they are used."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nanbisect import __version__
+from nanbisect.errors import NanbisectError
+
+if TYPE_CHECKING:
+    from nanbisect.matrix_file import Overrides
+
+app = typer.Typer(
+    name="nanbisect",
+    help="Says which training setting brings back the NaN, and where it starts.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+INTERRUPTED = 130
+REPORTS = Path("reports")
+
+
+class Format(str, Enum):
+    """Renderings of a report."""
+
+    md = "md"
+    json = "json"
+    csv = "csv"
+
+
+MatrixFile = Annotated[Path, typer.Argument(metavar="MATRIX", help="The experiment file (YAML).", show_default=False)]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, its name below reports/, or `latest`.")]
+CellName = Annotated[str, typer.Argument(metavar="CELL", help="Its number in the table, or a part of its id.")]
+ModelPath = Annotated[
+    str | None, typer.Option("--model-path", help="A local folder or a hub id, instead of the matrix's model.")
+]
+TrainJsonl = Annotated[str | None, typer.Option("--train-jsonl", help="A data file instead of the matrix's data.")]
+Sets = Annotated[list[str] | None, typer.Option("--set", metavar="K=V", help="Fix a setting. Repeat for more.")]
+Factors = Annotated[
+    list[str] | None,
+    typer.Option("--factor", metavar="K=A|B", help="Make or replace a factor; the first level is the safe one."),
+]
+Steps = Annotated[int | None, typer.Option("--steps", help="Optimizer steps of the cell with the largest batch.")]
+Repeat = Annotated[int | None, typer.Option("--repeat", help="Attempts a cell, each with its own seed.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Seed of attempt 1.")]
+Timeout = Annotated[str | None, typer.Option("--timeout", help="Of one attempt: 90s, 10m, 2h.")]
+Device = Annotated[str | None, typer.Option("--device", help="auto, cuda or cpu.")]
+Gpus = Annotated[str | None, typer.Option("--gpus", help="GPUs to use, such as 0,2; all visible ones by default.")]
+Jobs = Annotated[int, typer.Option("--jobs", min=1, help="Cells at once on a CPU.")]
+Out = Annotated[
+    Path | None, typer.Option("--out", help="The run folder itself, instead of reports/<matrix>-<date>-<time>.")
+]
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    """Says which training setting brings back the NaN, and where it starts."""
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def run(  # noqa: PLR0913 - a command's options are its parameters
+    matrix: MatrixFile,
+    model_path: ModelPath = None,
+    train_jsonl: TrainJsonl = None,
+    set_: Sets = None,
+    factor: Factors = None,
+    steps: Steps = None,
+    repeat: Repeat = None,
+    seed: Seed = None,
+    timeout: Timeout = None,
+    device: Device = None,
+    gpus: Gpus = None,
+    jobs: Jobs = 1,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with --out, or with the latest run of this matrix.")
+    ] = False,
+    out: Out = None,
+) -> None:
+    """Run every cell of a matrix and say which settings bring the NaN.
+
+    Exit code: 0 all judged and finite, 1 non-finite found, 2 usage or matrix error, 3 something was not
+    judged, 130 interrupted (1 wins over 3).
+    """
+    from nanbisect import app as application
+
+    overrides = _overrides(
+        model_path, train_jsonl, set_, factor, steps=steps, repeat=repeat, seed=seed, timeout=timeout, device=device
+    )
+    occasion = application.occasion(_argv(), matrix, gpus=gpus, jobs=jobs)
+    raise typer.Exit(application.run(matrix, overrides, occasion, out=out, resume=resume, reports=REPORTS))
+
+
+@app.command()
+def plan(
+    matrix: MatrixFile,
+    model_path: ModelPath = None,
+    train_jsonl: TrainJsonl = None,
+    set_: Sets = None,
+    factor: Factors = None,
+    steps: Steps = None,
+    device: Device = None,
+) -> None:
+    """Show the cells, their order, what is excluded and what this machine can't run."""
+    from nanbisect import app as application
+
+    overrides = _overrides(model_path, train_jsonl, set_, factor, steps=steps, device=device)
+    application.plan(matrix, overrides, application.occasion(_argv(), matrix))
+
+
+@app.command()
+def rerun(
+    run: RunName,
+    cell: CellName,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Attempts, each with the next seed.")] = 1,
+    with_: Annotated[
+        list[str] | None, typer.Option("--with", metavar="K=V", help="Change a setting for this attempt.")
+    ] = None,
+) -> None:
+    """Run one cell again, with its output, and say whether it ended the same way at the same place.
+
+    The same seed as the attempt it repeats. Exit codes as `run`.
+    """
+    from nanbisect import app as application
+
+    raise typer.Exit(application.rerun(run, cell, repeat=repeat, changes=tuple(with_ or ()), reports=REPORTS))
+
+
+@app.command()
+def report(
+    run: RunName,
+    format_: Annotated[Format, typer.Option("--format", help="md, json or csv.")] = Format.md,
+    redact: Annotated[bool, typer.Option("--redact/--no-redact", help="Replace names, paths and secrets.")] = True,
+) -> None:
+    """Print a run's report, built again from its files."""
+    from nanbisect import app as application
+
+    sys.stdout.write(application.report(run, format_.value, redact=redact, reports=REPORTS))
+
+
+def _overrides(
+    model: str | None, data: str | None, sets: list[str] | None, factors: list[str] | None, **others: Any
+) -> Overrides:
+    from nanbisect import app as application
+
+    return application.overrides(model, data, tuple(sets or ()), tuple(factors or ()), **others)
+
+
+def _argv() -> tuple[str, ...]:
+    return ("nanbisect", *sys.argv[1:])
+
+
+def main() -> None:
+    """The console script: errors become one message and a code; no traceback reaches a user."""
+    sys.exit(guarded(lambda: app(standalone_mode=False)))
+
+
+def guarded(call: Callable[[], Any]) -> int:
+    """The exit code of a command. `call` returns what typer.Exit held, or raises."""
+    try:
+        code = call()
+    except NanbisectError as error:
+        _complain(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code if isinstance(code, int) else 0
+
+
+def _complain(text: str) -> None:
+    sys.stderr.write(f"nanbisect: {text}\n")

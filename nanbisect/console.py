@@ -1,0 +1,248 @@
+"""What a person sees: a live table while a run goes on, then the verdict, the grid and the cells."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from nanbisect.events import CellEnded, CellStarted, Event, LevelBlocked, RunEnded, RunStarted
+from nanbisect.matrix import Cell, Matrix
+from nanbisect.outcome import Outcome, Status, named
+from nanbisect.report.model import Report
+
+STYLES = {
+    Status.FINITE: "green",
+    Status.NONFINITE: "bold red",
+    Status.UNSUPPORTED: "dim",
+}
+RECENT = 12  # ended cells kept in the live table
+WHOLE = 64  # cells shown in full after the run
+WIDE = 120  # columns of a terminal that has room for everything
+SHORT = 10  # a heading's letters where there is less room
+PIPE_WIDTH = 160  # columns when nobody's terminal says
+
+
+def console_for(stream: TextIO | None = None) -> Console:
+    """The console of this process; a pipe has no width, so it gets a wide one."""
+    console = Console(file=stream)
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(file=stream, width=PIPE_WIDTH)
+
+
+def style_of(status: Status | None) -> str:
+    """The colour of a status; whatever is not judged and not expected is yellow."""
+    return "dim" if status is None else STYLES.get(status, "yellow")
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `3 min 20 s`, `2 h 5 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def levels_of(cell: Cell, matrix: Matrix) -> str:
+    """The cell's levels in the matrix's order."""
+    return " ".join(f"{factor.name}={cell.levels[factor.name]}" for factor in matrix.factors)
+
+
+def told(outcome: Outcome) -> str:
+    """The few words that matter of an outcome: where it failed, or why it was not judged."""
+    if outcome.site is not None:
+        site = outcome.site
+        first = f", first {site.parameters[0]}" if site.parameters else ""
+        return f"{site.kind} in {site.phase}, step {site.step}{first}"
+    if outcome.status is Status.FINITE:
+        return f"loss {named(outcome.loss[-1])!s:.7}" if outcome.loss else ""
+    return outcome.reason.splitlines()[0] if outcome.reason else ""
+
+
+class Plain:
+    """One line an event, for logs and pipes."""
+
+    def __init__(self, console: Console, matrix: Matrix) -> None:
+        self.console, self.matrix = console, matrix
+        self.blocked = 0
+
+    def __call__(self, event: Event) -> None:
+        """Print the event's line."""
+        line = self._line(event)
+        if line:
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _line(self, event: Event) -> str | None:
+        if isinstance(event, RunStarted):
+            kept = f", {event.kept} of them done before" if event.kept else ""
+            return f"{self.matrix.name}: {len(event.cells)} cells{kept}; run folder {event.folder}"
+        if isinstance(event, LevelBlocked):
+            levels = " ".join(f"{name}={level}" for name, level in event.levels.items())
+            return f"not on this machine: {levels}: {event.reason}"
+        if isinstance(event, CellEnded) and event.outcome.seconds:
+            left = f", about {duration(event.left)} left" if event.left is not None and event.done < event.total else ""
+            took = f"{event.outcome.seconds:.1f} s"
+            words = f"{event.outcome.status.value:<11} {levels_of(event.cell, self.matrix)}  {told(event.outcome)}"
+            return f"[{event.done}/{event.total}] {words}  ({took}{left})"
+        if isinstance(event, RunEnded) and event.interrupted:
+            return "stopped"
+        return None
+
+
+class Lively:
+    """A table that changes in place: what runs, the latest cells, progress, time left."""
+
+    def __init__(self, matrix: Matrix) -> None:
+        self.matrix = matrix
+        self.started: dict[str, tuple[Cell, float]] = {}
+        self.ended: list[CellEnded] = []
+        self.notes: list[str] = []
+        self.done, self.total = 0, 0
+        self.left: tuple[float, float] | None = None
+
+    def __call__(self, event: Event) -> None:
+        """Take the event in; `render` shows it."""
+        if isinstance(event, RunStarted):
+            self.done, self.total = event.kept, len(event.cells)
+            self.notes.append(f"{self.matrix.name}: {len(event.cells)} cells, run folder {event.folder}")
+        elif isinstance(event, LevelBlocked):
+            levels = " ".join(f"{name}={level}" for name, level in event.levels.items())
+            self.notes.append(f"not on this machine: {levels}: {event.reason}")
+        elif isinstance(event, CellStarted):
+            self.started[event.cell.id] = (event.cell, time.monotonic())
+        elif isinstance(event, CellEnded):
+            self.started.pop(event.cell.id, None)
+            if event.outcome.seconds:
+                self.ended.append(event)
+            self.done = event.done
+            self.left = None if event.left is None else (event.left, time.monotonic())
+
+    def __rich__(self) -> RenderableType:
+        """Notes, the latest cells, what runs now, progress."""
+        table = Table(box=None, pad_edge=False, show_header=True, header_style="dim")
+        for name in ("cell", *(factor.name for factor in self.matrix.factors), "status", "what", "time"):
+            table.add_column(name, no_wrap=name != "what", overflow="ellipsis")
+        for event in self.ended[-RECENT:]:
+            table.add_row(*self._row(event))
+        now = time.monotonic()
+        for cell, began in self.started.values():
+            levels = [cell.levels[factor.name] for factor in self.matrix.factors]
+            table.add_row(str(cell.number), *levels, Text("running", "cyan"), "", f"{now - began:.0f} s", style="cyan")
+        return Group(*(Text(note, "dim") for note in self.notes), table, self._progress(now))
+
+    def _row(self, event: CellEnded) -> list[RenderableType]:
+        levels = [event.cell.levels[factor.name] for factor in self.matrix.factors]
+        status = Text(event.outcome.status.value, style_of(event.outcome.status))
+        return [str(event.cell.number), *levels, status, Text(told(event.outcome)), f"{event.outcome.seconds:.1f} s"]
+
+    def _progress(self, now: float) -> RenderableType:
+        grid = Table.grid(padding=(0, 1))
+        left = "" if self.left is None else f"about {duration(max(0.0, self.left[0] - (now - self.left[1])))} left"
+        grid.add_row(ProgressBar(self.total or 1, self.done, width=40), f"{self.done} of {self.total} cells", left)
+        return grid
+
+
+@contextmanager
+def watching(console: Console, matrix: Matrix) -> Iterator[Callable[[Event], None]]:
+    """A listener for a run: live on a terminal, plain lines elsewhere."""
+    if not console.is_terminal:
+        yield Plain(console, matrix)
+        return
+    lively = Lively(matrix)
+    with Live(lively, console=console, refresh_per_second=4, transient=True):
+        yield lively
+    for note in lively.notes:
+        console.print(Text(note, "dim"))
+
+
+def show_report(console: Console, report: Report) -> None:
+    """The verdict first, then the grid, the cells, the cautions and what to do next."""
+    console.print()
+    console.print(sentence(report.verdict, "bold"), soft_wrap=True)
+    for finding in report.findings:
+        console.print(sentence(finding), soft_wrap=True)
+    console.print()
+    legend = ", ".join(f"{mark} {meaning}" for mark, meaning in report.grid.legend.items())
+    titles = (
+        f"rows {report.grid.row_title}, columns {report.grid.column_title}" if report.grid.row_title else "the cells"
+    )
+    console.print(Text(f"{titles} ({legend})", "dim"), soft_wrap=True)
+    console.print(grid_table(report))
+    console.print()
+    console.print(cells_table(report, wide=console.width >= WIDE))
+    for note in (*report.repairs, *report.doubts):
+        console.print(Text.assemble((f"{note.code}: ", "yellow"), sentence(note.text)), soft_wrap=True)
+    for caution in report.cautions:
+        text = Text.assemble(("caution: ", "yellow"), sentence(caution.text), " ", sentence(caution.advice, "dim"))
+        console.print(text, soft_wrap=True)
+    if report.next_steps:
+        console.print(Text("\nnext", "bold"))
+    for step in report.next_steps:
+        console.print(Text.assemble("  ", sentence(str(step))), soft_wrap=True)
+
+
+def sentence(text: str, style: str = "") -> Text:
+    """A sentence of the report: what stands in backticks is a name or a level."""
+    parts = text.split("`")
+    return Text.assemble(*((part, "cyan" if index % 2 else "") for index, part in enumerate(parts)), style=style)
+
+
+def grid_table(report: Report) -> Table:
+    """The compact grid: one mark a cell."""
+    grid = report.grid
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("", no_wrap=True)
+    for label in grid.columns:
+        table.add_column(escape(label), justify="center")
+    for label, marks in zip(grid.rows, grid.marks, strict=True):
+        table.add_row(Text(label), *(Text(mark, _mark_style(mark)) for mark in marks))
+    return table
+
+
+def _mark_style(mark: str) -> str:
+    return {".": "green", "NaN": "bold red", "Inf": "bold red", "-": "dim", "": "dim"}.get(mark, "yellow")
+
+
+def cells_table(report: Report, *, wide: bool) -> Table:
+    """The cells that ran, with where they failed; of a large matrix, those that are not finite."""
+    hidden = () if wide else ("loss", "norm")
+    shown = [index for index, name in enumerate(report.columns) if name not in hidden]
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in (report.columns[index] for index in shown):
+        header = name if wide or len(name) <= SHORT else f"{name[: SHORT - 1]}…"
+        table.add_column(escape(header), no_wrap=True, overflow="ellipsis")
+    rows = [row for row in report.rows if row.status not in (None, "unsupported")]
+    rows = rows if len(rows) <= WHOLE else [row for row in rows if row.status != "finite"]
+    for row in rows[:WHOLE]:
+        style = style_of(Status(row.status))
+        table.add_row(*(Text(row.texts[index], style if row.texts[index] == row.status else "") for index in shown))
+    if len(rows) > WHOLE:
+        table.caption = f"and {len(rows) - WHOLE} more in results.csv"
+    return table
+
+
+def plan_tables(
+    matrix: Matrix, order: Sequence[Cell], blocked: Mapping[str, str], removed: Sequence[Mapping[str, str]]
+) -> Iterator[RenderableType]:
+    """The cells in the order of running, what this machine can't run, what is excluded."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("order", "cell", *(factor.name for factor in matrix.factors), "why"):
+        table.add_column(name)
+    for place, cell in enumerate(order, start=1):
+        reason = blocked.get(cell.id)
+        why = "baseline" if cell.levels == matrix.baseline else "likeliest to fail" if place == 2 and not reason else ""
+        shown = [str(place), str(cell.number), *(cell.levels[factor.name] for factor in matrix.factors)]
+        table.add_row(*shown, "can't run here" if reason else why, style="dim" if reason else "")
+    yield table
+    for levels in removed:
+        yield Text("excluded: " + " ".join(f"{name}={level}" for name, level in levels.items()), "dim")

@@ -1,0 +1,228 @@
+"""Cells worth running again: a failing one, and its nearest finite neighbour; and what to do next."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from nanbisect.attribution import Cause, Finding
+from nanbisect.matrix import Matrix
+from nanbisect.neutrality import listed
+from nanbisect.outcome import CellResult
+from nanbisect.report.inputs import NOT_RUN, RunInputs, holds
+from nanbisect.report.verdict import known, not_varied
+from nanbisect.report.words import code, one_line
+
+MORE_STEPS = 10
+SHOWN_DECIDING = 3
+OTHER_LEVELS = {
+    "attention": "sdpa|eager",
+    "gradient_checkpointing": "off|on",
+    "batch_size": "1|8",
+    "precision": "fp32|bf16",
+}
+"""What to try of a factor that the matrix does not vary."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One cell to run again. `differs` are the factors in which it differs from the failing cell beside it.
+
+    `settings` are its levels and the settings held constant, as `k=v`: all that is needed to repeat it by
+    hand, without the run folder.
+    """
+
+    number: int
+    status: str
+    levels: Mapping[str, str]
+    command: str
+    settings: tuple[str, ...]
+    differs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A failing cell and its nearest finite neighbour, where there is one."""
+
+    failing: Example
+    neighbour: Example | None
+
+
+@dataclass(frozen=True)
+class Step:
+    """Something to do next; `command` is ready to paste, or empty."""
+
+    text: str
+    command: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text.rstrip('.')}: {code(self.command)}" if self.command else self.text
+
+
+def pair_of(inputs: RunInputs, levels: Mapping[str, Sequence[str]], witnesses: Sequence[int] = ()) -> Pair | None:
+    """The first failing cell that holds these levels (and no other cause, where possible), with its neighbour."""
+    matching = [result for result in inputs.failing if holds(result.cell, levels)]
+    others = [cause for cause in known(inputs) if cause.levels != levels]
+    only = [result for result in matching if not any(holds(result.cell, c.levels) for c in others)]
+    if not matching:
+        return None
+    failing = (only or matching)[0]
+    near = _nearest(failing, inputs.finite, witnesses)
+    beside = _example(inputs, near, _differing(failing, near)) if near else None
+    return Pair(_example(inputs, failing), beside)
+
+
+def pair_of_cause(inputs: RunInputs, cause: Cause) -> Pair | None:
+    """The pair that shows a cause."""
+    return pair_of(inputs, cause.levels, cause.witnesses)
+
+
+def _nearest(failing: CellResult, finite: Sequence[CellResult], witnesses: Sequence[int]) -> CellResult | None:
+    """The finite cell that differs in the fewest factors; of these a witness, of these the first."""
+
+    def distance(result: CellResult) -> tuple[int, bool, int]:
+        number = result.cell.number
+        return len(_differing(failing, result)), number not in witnesses, number
+
+    return min(finite, key=distance, default=None)
+
+
+def _differing(one: CellResult, other: CellResult) -> tuple[str, ...]:
+    return tuple(name for name, level in one.cell.levels.items() if other.cell.levels.get(name) != level)
+
+
+def _example(inputs: RunInputs, result: CellResult, differs: tuple[str, ...] = ()) -> Example:
+    cell = result.cell
+    settings = {**inputs.matrix.settings, **cell.levels}
+    return Example(
+        number=cell.number,
+        status=result.status.value if result.status else NOT_RUN,
+        levels=cell.levels,
+        command=rerun(inputs, cell.number),
+        settings=tuple(f"{name}={level}" for name, level in settings.items()),
+        differs=differs,
+    )
+
+
+# commands
+
+
+def rerun(inputs: RunInputs, number: int) -> str:
+    """The command that runs one cell of this run again. A run with `--out` may be anywhere."""
+    folder = _option(own_command(inputs), "--out") or inputs.folder
+    return quoted("nanbisect", "rerun", folder, str(number))
+
+
+def resume(inputs: RunInputs) -> str:
+    """The command that goes on with this run."""
+    command = without(own_command(inputs), "--resume")
+    out = () if _option(command, "--out") else ("--out", f"reports/{inputs.folder}")
+    return quoted(*command, "--resume", *out)
+
+
+def anew(inputs: RunInputs, *flags: str) -> str:
+    """The command that makes a new run like this one, with other flags."""
+    command = without(without(own_command(inputs), "--resume"), "--out", values=1)
+    return quoted(*command, *flags)
+
+
+def own_command(inputs: RunInputs) -> tuple[str, ...]:
+    """The command that made this run."""
+    return inputs.command or ("nanbisect", "run", inputs.matrix_path)
+
+
+def quoted(*words: str) -> str:
+    """A command line for a POSIX shell, on one line."""
+    return one_line(shlex.join(words))
+
+
+def without(command: Sequence[str], option: str, *, values: int = 0) -> tuple[str, ...]:
+    """The command without an option and its values, however it was written."""
+    kept: list[str] = []
+    skip = 0
+    for word in command:
+        if skip:
+            skip -= 1
+        elif word == option:
+            skip = values
+        elif not word.startswith(f"{option}="):
+            kept.append(word)
+    return tuple(kept)
+
+
+def _option(command: Sequence[str], option: str) -> str | None:
+    """The value of an option in a command."""
+    for word, following in zip(command, (*command[1:], ""), strict=True):
+        if word == option:
+            return following or None
+        if word.startswith(f"{option}="):
+            return word.partition("=")[2] or None
+    return None
+
+
+# next steps
+
+
+def next_steps(inputs: RunInputs, pairs: Sequence[Pair]) -> tuple[Step, ...]:
+    """What to do with this finding, the most useful first."""
+    finding = inputs.attribution.finding
+    steps: list[Step] = []
+    if finding is Finding.NOTHING_FAILED:
+        steps += _to_reproduce(inputs)
+    elif finding is Finding.UNDECIDED:
+        steps += _to_decide(inputs)
+    elif finding is Finding.NOTHING_JUDGED:
+        steps += _to_judge(inputs)
+    steps += _to_see(pairs)
+    if inputs.counts.get(NOT_RUN):
+        steps.append(Step("Run the cells that were not run.", resume(inputs)))
+    return tuple(steps)
+
+
+def _to_see(pairs: Sequence[Pair]) -> Iterator[Step]:
+    for pair in pairs[:1]:
+        yield Step(f"See the failure again in cell {pair.failing.number}.", pair.failing.command)
+        if pair.neighbour:
+            differs = listed([code(name) for name in pair.neighbour.differs])
+            text = f"Compare it with cell {pair.neighbour.number}, which is finite and differs only in {differs}."
+            yield Step(text, pair.neighbour.command)
+
+
+def _to_decide(inputs: RunInputs) -> Iterator[Step]:
+    numbers = sorted({number for cause in inputs.attribution.causes for number in cause.deciding})
+    tried = {result.cell.number for result in inputs.results if result.status is not None}
+    for number in [number for number in numbers if number in tried][:SHOWN_DECIDING]:
+        text = f"Cell {number} would help to tell the combinations apart, once it can be judged."
+        yield Step(text, rerun(inputs, number))
+
+
+def _to_judge(inputs: RunInputs) -> Iterator[Step]:
+    first = inputs.baseline or next(iter(inputs.ordered), None)
+    if first is not None and first.status is not None:
+        text = f"Make cell {first.cell.number} run first; its log says what ended it."
+        yield Step(text, rerun(inputs, first.cell.number))
+
+
+def _to_reproduce(inputs: RunInputs) -> Iterator[Step]:
+    matrix = inputs.matrix
+    longer = replace(inputs, command=without(own_command(inputs), "--steps", values=1))
+    yield Step("Train longer.", anew(longer, "--steps", str(matrix.steps * MORE_STEPS)))
+    others = [name for name in not_varied(inputs) if matrix.trainer == "sft"]
+    if others:
+        flags = [part for name in others for part in ("--factor", f"{name}={_levels(matrix, name)}")]
+        text = f"Vary what this matrix leaves alone: {listed([code(name) for name in others])}."
+        yield Step(text, anew(inputs, *flags))
+    records = "other records than these" if matrix.records or matrix.skip_records else "more or other records"
+    yield Step(f"Use {records} (`records` and `skip_records` in the matrix), in the data order of the run that failed.")
+    yield Step(
+        f"Look at what else differs from the run that failed: this one used {one_line(inputs.device)}, one process a "
+        "cell, and the settings listed here."
+    )
+
+
+def _levels(matrix: Matrix, name: str) -> str:
+    """Levels to try, with the one that the matrix holds constant first."""
+    usual = OTHER_LEVELS[name].split("|")
+    own = matrix.settings.get(name)
+    return "|".join([own, *(level for level in usual if level != own)] if own else usual)

@@ -1,0 +1,197 @@
+"""The verdict: what was found and where it surfaced, in plain sentences.
+
+Only what was judged is said. Each finding has its own two sentences; a non-finite baseline and an
+interrupted run are added to any of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from nanbisect.attribution import Cause, Finding, Standing
+from nanbisect.neutrality import ADVICE, listed
+from nanbisect.outcome import Status
+from nanbisect.report.inputs import NOT_RUN, RunInputs, holds
+from nanbisect.report.places import loaded_bad, surfaces
+from nanbisect.report.words import clip, code, combination, counted, kinds, one_line, status_words, was
+
+SHOWN_CAUSES = 3
+SHOWN_RIVALS = 4
+USUAL_SUSPECTS = ("attention", "gradient_checkpointing", "batch_size", "precision")
+
+
+def verdict(inputs: RunInputs) -> str:
+    """The finding in two sentences, and what must be said with it."""
+    head = _HEADS[inputs.attribution.finding](inputs)
+    return " ".join([*head, *_baseline(inputs), *_interrupted(inputs)])
+
+
+def scope(inputs: RunInputs) -> str:
+    """How many cells were judged, where, in how many steps and records."""
+    total, others = len(inputs.results), [_counted_status(inputs, name) for name in _unjudged(inputs)]
+    text = (
+        f"{inputs.judged} of {counted(total, 'cell')} {was(inputs.judged)} judged on {one_line(inputs.device)}: "
+        f"{len(inputs.finite)} finite, {len(inputs.failing)} non-finite"
+    )
+    rest = f"; {listed(others)}" if others else ""
+    excluded = f" The matrix excludes {counted(inputs.excluded, 'more combination')}." if inputs.excluded else ""
+    return f"{text}{rest}.{excluded}"
+
+
+def not_varied(inputs: RunInputs) -> tuple[str, ...]:
+    """The usual suspects that are no factor of this matrix."""
+    return tuple(name for name in USUAL_SUSPECTS if inputs.matrix.factor(name) is None)
+
+
+def known(inputs: RunInputs) -> tuple[Cause, ...]:
+    """What may be called a cause."""
+    return tuple(c for c in inputs.attribution.causes if c.standing is not Standing.NOT_TOLD_APART)
+
+
+# one function a finding
+
+
+def _cause(inputs: RunInputs) -> Iterator[str]:
+    causes = known(inputs)
+    yield _alone(inputs, causes[0]) if len(causes) == 1 else _several(inputs, causes)
+    explained = [r for r in inputs.failing if any(holds(r.cell, cause.levels) for cause in causes)]
+    yield surfaces(explained)
+    left = len(inputs.failing) - len(explained)
+    if left:
+        yield f"The judged cells do not say what brings the other {counted(left, 'failure')}."
+
+
+def _alone(inputs: RunInputs, cause: Cause) -> str:
+    what = f"{combination(cause.levels)} brings the {_kind(inputs, cause)}"
+    if cause.standing is Standing.PROVED:
+        matching = counted(cause.matching, "matching cell")
+        return f"{what}: {cause.failed} of {matching} failed, and {_ended(cause)}."
+    judged = counted(cause.matching - cause.untested, "judged matching cell")
+    return (
+        f"{what} in every cell that was judged: {cause.failed} of {judged} failed, and {_ended(cause)}; "
+        f"{counted(cause.untested, 'matching cell')} {was(cause.untested)} not judged."
+    )
+
+
+def _several(inputs: RunInputs, causes: Sequence[Cause]) -> str:
+    """The first as the subject, the others beside it; their evidence is in the list of causes."""
+    first, *others = [f"{combination(c.levels)} ({_tally(c)})" for c in causes[:SHOWN_CAUSES]]
+    more = len(causes) - SHOWN_CAUSES
+    others += [f"{counted(more, 'further combination')} listed below"] if more > 0 else []
+    verb = "does" if len(others) == 1 else "do"
+    return f"{first} brings the {_kind(inputs, causes[0])}, and so {verb} {'; and '.join(others)}."
+
+
+def _tally(cause: Cause) -> str:
+    judged = cause.matching - cause.untested
+    if cause.standing is Standing.PROVED:
+        return f"{cause.failed} of {counted(judged, 'matching cell')} failed"
+    return f"in every cell that was judged, {cause.failed} of {judged}; {cause.untested} not judged"
+
+
+def _kind(inputs: RunInputs, cause: Cause) -> str:
+    return kinds([result for result in inputs.failing if holds(result.cell, cause.levels)])
+
+
+def _ended(cause: Cause) -> str:
+    """What changing one part does. Only `finite` wherever it was judged is an end; another cause may go on."""
+    seen = {word for others in cause.needed.values() for word in others.values()}
+    end = "can end it" if seen & {"mixed", Status.NONFINITE.value} else "ends it"
+    changing = {1: "changing it", 2: "changing either part alone"}
+    return f"{changing.get(len(cause.levels), 'changing any one part alone')} {end}"
+
+
+def _undecided(inputs: RunInputs) -> Iterator[str]:
+    causes = inputs.attribution.causes
+    texts = dict.fromkeys(combination(c.levels) for c in causes)
+    texts |= dict.fromkeys(combination(other) for cause in causes for other in cause.alternatives)
+    shown, more = list(texts)[:SHOWN_RIVALS], len(texts) - SHOWN_RIVALS
+    rivals = "; ".join([*shown, *([f"{more} more"] if more > 0 else [])])
+    some = f"Some cells fail ({len(inputs.failing)} of {inputs.judged} judged)"
+    if len(texts) > 1:
+        yield f"{some}, but the judged cells do not tell apart: {rivals}."
+    elif texts:
+        yield f"{some}, all of them with {rivals}, but too few cells were judged to call it a cause."
+    else:
+        yield f"{some}, but no combination of levels explains them."
+    deciding = sorted({number for cause in causes for number in cause.deciding})
+    if deciding:
+        would = f"{'Cell' if len(deciding) == 1 else 'Cells'} {listed(deciding)} would decide."
+    else:
+        would = "No other cell of this matrix would decide: vary one more factor or level."
+    yield f"{would} {surfaces(inputs.failing)}"
+
+
+def _nothing_failed(inputs: RunInputs) -> Iterator[str]:
+    matrix, seen = inputs.matrix, len({record for r in inputs.finite if r.outcome for record in r.outcome.records})
+    over = f" over {counted(seen, 'record')}" if seen else ""
+    unjudged = len(inputs.results) - inputs.judged
+    rest = f"; {counted(unjudged, 'cell')} {was(unjudged)} not judged" if unjudged else ""
+    yield (
+        f"The NaN was not reproduced: none of {counted(inputs.judged, 'judged cell')} became non-finite in "
+        f"{counted(matrix.steps, 'optimizer step')}{over}, on {one_line(inputs.device)}{rest}."
+    )
+    others = [code(name) for name in not_varied(inputs)]
+    vary = f", and factors that this matrix does not vary ({listed(others)})" if others else ""
+    yield (
+        f"Next, try more steps ({code('--steps')}), more or other records, the data order of the run that failed{vary}."
+    )
+
+
+def _everything_failed(inputs: RunInputs) -> Iterator[str]:
+    unjudged = len(inputs.results) - inputs.judged
+    rest = f"; {counted(unjudged, 'cell')} {was(unjudged)} not judged" if unjudged else ""
+    if inputs.judged == 1:
+        yield f"The only judged cell failed, so there is nothing to compare it with{rest}."
+    else:
+        yield f"No setting here matters: all {inputs.judged} judged cells failed{rest}."
+    look = "Look at the weights, the data and how they are loaded"
+    yield f"{look}: {loaded_bad(inputs.failing)}. {surfaces(inputs.failing)}"
+
+
+def _nothing_judged(inputs: RunInputs) -> Iterator[str]:
+    names = _unjudged(inputs)
+    if not names:
+        yield "No cell was judged: the matrix has no cell."
+        return
+    commonest = max(names, key=lambda name: (name != NOT_RUN, inputs.counts[name]))
+    reasons = Counter(r.outcome.reason for r in inputs.ordered if r.outcome and r.outcome.reason)
+    why = clip(one_line(reasons.most_common(1)[0][0]), 300) if reasons else ""
+    because = f"; the commonest reason: {why.rstrip('.')}" if why else ""
+    yield f"No cell was judged: {listed([_counted_status(inputs, name) for name in names])}{because}."
+    yield "Run it to the end with `--resume`." if commonest == NOT_RUN else ADVICE[Status(commonest)]
+
+
+_HEADS: dict[Finding, Callable[[RunInputs], Iterator[str]]] = {
+    Finding.CAUSE: _cause,
+    Finding.UNDECIDED: _undecided,
+    Finding.NOTHING_FAILED: _nothing_failed,
+    Finding.EVERYTHING_FAILED: _everything_failed,
+    Finding.NOTHING_JUDGED: _nothing_judged,
+}
+
+
+# said with any finding
+
+
+def _baseline(inputs: RunInputs) -> Iterator[str]:
+    baseline = inputs.baseline
+    if baseline is not None and baseline.status is Status.NONFINITE:
+        yield f"The baseline itself (cell {baseline.cell.number}, all first levels) is non-finite."
+
+
+def _interrupted(inputs: RunInputs) -> Iterator[str]:
+    if inputs.interrupted:
+        left = inputs.counts.get(NOT_RUN, 0)
+        missing = f": {left} of {counted(len(inputs.results), 'cell')} {was(left)} not run" if left else ""
+        yield f"The run was interrupted{missing}."
+
+
+def _unjudged(inputs: RunInputs) -> list[str]:
+    judged = (Status.FINITE.value, Status.NONFINITE.value)
+    return [name for name in inputs.counts if name not in judged]
+
+
+def _counted_status(inputs: RunInputs, name: str) -> str:
+    return f"{inputs.counts[name]} {status_words(name)}"

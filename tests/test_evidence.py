@@ -1,0 +1,208 @@
+"""From what an attempt left to its outcome: the order in which evidence is trusted."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from nanbisect.evidence import Ending, Evidence, judge
+from nanbisect.outcome import Outcome, Status
+from tests import fakes
+
+OK = Ending("exited", 0, None, 3.0, False)
+
+
+def evidence(files: Mapping[str, str], ending: Ending = OK, log: tuple[str, ...] = ()) -> Evidence:
+    """Evidence as the store reads it."""
+
+    def read(name: str) -> tuple[dict[str, Any], ...]:
+        return tuple(json.loads(line) for line in files.get(name, "").splitlines())
+
+    return Evidence(ending, read("events.0.1.jsonl"), read("trainer.jsonl"), "armed.jsonl" in files, log)
+
+
+def judged(
+    files: Mapping[str, str], ending: Ending = OK, effect: str | None = None, log: tuple[str, ...] = ()
+) -> Outcome:
+    """The outcome, with or without a setting that did not take effect."""
+    return judge(evidence(files, ending, log), attempt=2, seed=7, not_in_effect=lambda resolved: effect)
+
+
+def without(files: Mapping[str, str], name: str) -> dict[str, str]:
+    """The files less one."""
+    return {key: text for key, text in files.items() if key != name}
+
+
+def end(how: str | None, **more: Any) -> str:
+    """A diary that ends so after one step."""
+    return fakes.diary(fakes.STEP, how=how, **more)
+
+
+def test_a_healthy_attempt_is_finite_with_its_numbers() -> None:
+    """Losses, norms, channels, records and times are carried over."""
+    outcome = judged(fakes.finite_files())
+    assert (outcome.status, outcome.attempt, outcome.seed) == (Status.FINITE, 2, 7)
+    assert outcome.loss == (2.5, 2.5)
+    assert outcome.grad_norm == (1.25, 1.25)
+    assert outcome.channels == {"text": (2.5, 10.0)}
+    assert outcome.records == ("r1", "r2")
+    assert outcome.first_gradients == {"a": 1.0}
+    assert (outcome.load_seconds, outcome.train_seconds) == (0.0, 8.0)
+
+
+def test_a_recorded_event_gives_the_site_the_smear_and_the_suspects() -> None:
+    """What a check after clipping would have blamed stands beside what arrived first."""
+    outcome = judged(fakes.nonfinite_files())
+    assert outcome.status is Status.NONFINITE
+    assert outcome.site is not None
+    assert (outcome.site.step, outcome.site.phase, outcome.site.kind, outcome.site.parameters) == (
+        1,
+        "backward",
+        "nan",
+        ("b",),
+    )
+    assert outcome.smear is not None
+    assert outcome.smear.misleads
+    assert (outcome.smear.blamed, outcome.smear.first) == ("a", "b")
+    assert outcome.suspects == ("r1",)
+    assert math.isnan(outcome.grad_norm[0])
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        Ending("exited", 1, None, 1.0, False),
+        Ending("exited", None, 9, 1.0, True),
+        Ending("timed_out", None, 15, 1.0, False),
+        Ending("cancelled", None, 15, 1.0, False),
+        Ending("lost", None, None, 1.0, False),
+        Ending("driver_died", None, None, 1.0, False),
+    ],
+)
+def test_a_recorded_event_stands_whatever_happened_next(ending: Ending) -> None:
+    """A crash after the NaN does not hide it."""
+    assert judged(fakes.nonfinite_files(), ending).status is Status.NONFINITE
+
+
+@pytest.mark.parametrize(
+    ("ending", "how", "status"),
+    [
+        (Ending("timed_out", None, 15, 9.0, False), None, Status.TIMED_OUT),
+        (Ending("cancelled", 0, None, 9.0, False), "done", Status.KILLED),
+        (Ending("driver_died", None, 9, 9.0, False), None, Status.KILLED),
+        (Ending("lost", None, None, 9.0, False), None, Status.KILLED),
+        (Ending("exited", None, 9, 9.0, True), None, Status.OUT_OF_MEMORY),
+        (Ending("exited", None, 9, 9.0, False), None, Status.KILLED),
+        (Ending("exited", None, 11, 9.0, False), None, Status.FAILED),
+        (Ending("exited", None, 6, 9.0, False), None, Status.FAILED),
+        (Ending("exited", 1, None, 9.0, False), None, Status.FAILED),
+        (Ending("exited", 0, None, 9.0, False), None, Status.FAILED),
+        (Ending("exited", 1, None, 9.0, False), "error", Status.FAILED),
+        (Ending("exited", 1, None, 9.0, False), "out_of_memory", Status.OUT_OF_MEMORY),
+        (Ending("exited", 0, None, 9.0, False), "bad_input", Status.FAILED),
+        (Ending("exited", 0, None, 9.0, False), "unsupported", Status.UNSUPPORTED),
+    ],
+)
+def test_without_an_event_only_an_orderly_end_is_finite(ending: Ending, how: str | None, status: Status) -> None:
+    """Stopped, killed, crashed and silent processes are not judged, each under its own name."""
+    files = {**fakes.finite_files(), "trainer.jsonl": end(how, text="why")}
+    assert judged(files, ending).status is status
+
+
+def test_a_crash_names_the_signal_and_a_silent_exit_the_last_line() -> None:
+    """The reason is something to act on."""
+    files = {**fakes.finite_files(), "trainer.jsonl": end(None)}
+    assert "SIGSEGV" in judged(files, Ending("exited", None, 11, 1.0, False)).reason
+    outcome = judged(files, Ending("exited", 2, None, 1.0, False), log=("", "ValueError: no such file"))
+    assert "ValueError: no such file" in outcome.reason
+    assert outcome.log_tail[-1] == "ValueError: no such file"
+
+
+def test_finite_needs_a_probe_that_was_there_and_awake() -> None:
+    """No armed line, no backward, no planted NaN seen, an error of the probe: each is not judged."""
+    healthy = fakes.finite_files()
+    assert judged(without(healthy, "armed.jsonl")).status is Status.NO_TRAINING
+    no_steps = {**healthy, "events.0.1.jsonl": fakes.lines(fakes.AWAKE)}
+    assert judged(no_steps).status is Status.NO_TRAINING
+    blind = {
+        **healthy,
+        "events.0.1.jsonl": fakes.lines(fakes.AWAKE, {**fakes.CHECKED, "seen": False}, fakes.step_event()),
+    }
+    assert judged(blind).status is Status.FAILED
+    unchecked = {**healthy, "events.0.1.jsonl": fakes.lines(fakes.AWAKE, fakes.step_event())}
+    assert judged(unchecked).status is Status.FAILED
+    error = {"kind": "probe_error", "time": 3.0, "where": "backward", "error": "KeyError('x')"}
+    broken = {**healthy, "events.0.1.jsonl": fakes.lines(fakes.AWAKE, fakes.CHECKED, error, fakes.step_event())}
+    assert judged(broken).status is Status.FAILED
+
+
+def test_a_setting_without_effect_is_not_judged_either_way() -> None:
+    """The cell is not what it claims to be, so neither a NaN nor its absence counts."""
+    for files in (fakes.finite_files(), fakes.nonfinite_files()):
+        outcome = judged(files, effect="attention=eager was asked for, and the graph shows sdpa")
+        assert outcome.status is Status.UNSUPPORTED
+        assert "did not take effect" in outcome.reason
+        assert outcome.site is None
+
+
+def test_absorbed_overflows_are_a_doubt_not_a_finding() -> None:
+    """Skipped steps under a GradScaler leave the cell finite, with the scales."""
+    skip = fakes.step_event(1, taken=False, ended="scaler_skip", scale=65536.0, bad=[{"name": "a"}], norm="+inf")
+    events = fakes.lines(fakes.AWAKE, fakes.CHECKED, skip, fakes.step_event(2, scale=32768.0))
+    outcome = judged({**fakes.finite_files(), "events.0.1.jsonl": events})
+    assert outcome.status is Status.FINITE
+    assert [doubt.code for doubt in outcome.doubts] == ["scaler_skip"]
+    assert "65536" in outcome.doubts[0].text
+
+
+def test_repairs_are_counted_by_code() -> None:
+    """Each silent repair is one line, with how often it happened."""
+    repair = {
+        "kind": "repair",
+        "time": 3.0,
+        "step": 1,
+        "code": "gradients_repaired",
+        "text": "2 gradients",
+        "tensors": [],
+    }
+    events = fakes.lines(fakes.AWAKE, fakes.CHECKED, repair, repair, fakes.step_event())
+    outcome = judged({**fakes.finite_files(), "events.0.1.jsonl": events})
+    assert [(note.code, note.text) for note in outcome.repairs] == [
+        ("gradients_repaired", "2 gradients (and 1 more times)")
+    ]
+
+
+def test_a_loss_event_names_its_channels() -> None:
+    """Which channel's own loss was non-finite comes from the trainer."""
+    step = {**fakes.STEP, "channels": [{"text": [25.0, 10.0], "codebook7": ["nan", 4.0]}], "losses": ["nan"]}
+    events = fakes.lines(
+        fakes.AWAKE, fakes.CHECKED, fakes.nonfinite_event(phase="loss", tensors=[]), fakes.step_event()
+    )
+    outcome = judged(
+        {**fakes.nonfinite_files(), "events.0.1.jsonl": events, "trainer.jsonl": fakes.diary(step, how="stopped")}
+    )
+    assert outcome.site is not None
+    assert outcome.site.channels == ("codebook7",)
+
+
+def test_the_first_event_by_step_wins() -> None:
+    """A later event, or one of a slower rank, does not move the site."""
+    late = fakes.nonfinite_event(step=2, time=5.0, phase="optimizer")
+    events = fakes.lines(fakes.AWAKE, fakes.CHECKED, late, fakes.nonfinite_event(rank=1, time=9.0), fakes.step_event())
+    outcome = judged({**fakes.nonfinite_files(), "events.0.1.jsonl": events})
+    assert outcome.site is not None
+    assert (outcome.site.step, outcome.site.rank) == (1, 1)
+
+
+def test_outcomes_survive_their_json() -> None:
+    """What is read back equals what was written, NaN included."""
+    for files in (fakes.finite_files(), fakes.nonfinite_files()):
+        outcome = judged(files)
+        text = json.dumps(outcome.to_json(), allow_nan=False)
+        again = Outcome.from_json(json.loads(text))
+        assert json.dumps(again.to_json(), allow_nan=False) == text
+        assert again.site == outcome.site
