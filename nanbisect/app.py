@@ -24,6 +24,7 @@ from nanbisect.events import CellStarted, Event
 from nanbisect.executors.local import LocalExecutor
 from nanbisect.matrix import Cell, Matrix, excluded, expand, run_order
 from nanbisect.matrix_file import Overrides, matrix_to_json, read_matrix
+from nanbisect.matrix_schema import json_schema
 from nanbisect.outcome import CellResult, Outcome, Status, jsonable
 from nanbisect.report.markdown import to_markdown
 from nanbisect.report.model import Report, RunInputs, build
@@ -90,6 +91,11 @@ def plan(path: Path, overrides: Overrides, occasion: Occasion) -> None:
         if any(matrix.factor(name) for name in levels):
             text = " ".join(f"{name}={level}" for name, level in levels.items())
             console.print(f"can't run here: {text}: {reason}", style="yellow", highlight=False, soft_wrap=True)
+
+
+def schema() -> str:
+    """`nanbisect plan --schema`: the JSON Schema of a matrix file for the built-in trainer."""
+    return json.dumps(json_schema(VOCABULARIES["sft"]), indent=1)
 
 
 def rerun(name: str, cell_name: str, *, repeat: int, changes: tuple[str, ...], reports: Path) -> int:

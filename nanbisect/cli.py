@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -99,24 +98,31 @@ def run(  # noqa: PLR0913 - a command's options are its parameters
         model_path, train_jsonl, set_, factor, steps=steps, repeat=repeat, seed=seed, timeout=timeout, device=device
     )
     occasion = application.occasion(_argv(), matrix, gpus=gpus, jobs=jobs)
-    raise typer.Exit(application.run(matrix, overrides, occasion, out=out, resume=resume, reports=REPORTS))
+    _finish(lambda: application.run(matrix, overrides, occasion, out=out, resume=resume, reports=REPORTS))
 
 
 @app.command()
-def plan(
-    matrix: MatrixFile,
+def plan(  # noqa: PLR0913 - a command's options are its parameters
+    matrix: Annotated[Path | None, typer.Argument(metavar="MATRIX", show_default=False)] = None,
     model_path: ModelPath = None,
     train_jsonl: TrainJsonl = None,
     set_: Sets = None,
     factor: Factors = None,
     steps: Steps = None,
     device: Device = None,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON Schema of a matrix file, for editors.")
+    ] = False,
 ) -> None:
     """Show the cells, their order, what is excluded and what this machine can't run."""
     from nanbisect import app as application
 
+    if schema:
+        _finish(lambda: typer.echo(application.schema()))
+    if matrix is None:
+        raise typer.BadParameter("a matrix file is needed, such as matrices/demo.yaml", param_hint="MATRIX")
     overrides = _overrides(model_path, train_jsonl, set_, factor, steps=steps, device=device)
-    application.plan(matrix, overrides, application.occasion(_argv(), matrix))
+    _finish(lambda: application.plan(matrix, overrides, application.occasion(_argv(), matrix)))
 
 
 @app.command()
@@ -134,7 +140,7 @@ def rerun(
     """
     from nanbisect import app as application
 
-    raise typer.Exit(application.rerun(run, cell, repeat=repeat, changes=tuple(with_ or ()), reports=REPORTS))
+    _finish(lambda: application.rerun(run, cell, repeat=repeat, changes=tuple(with_ or ()), reports=REPORTS))
 
 
 @app.command()
@@ -146,7 +152,7 @@ def report(
     """Print a run's report, built again from its files."""
     from nanbisect import app as application
 
-    sys.stdout.write(application.report(run, format_.value, redact=redact, reports=REPORTS))
+    _finish(lambda: typer.echo(application.report(run, format_.value, redact=redact, reports=REPORTS), nl=False))
 
 
 def _overrides(
@@ -161,25 +167,18 @@ def _argv() -> tuple[str, ...]:
     return ("nanbisect", *sys.argv[1:])
 
 
-def main() -> None:
-    """The console script: errors become one message and a code; no traceback reaches a user."""
-    sys.exit(guarded(lambda: app(standalone_mode=False)))
-
-
-def guarded(call: Callable[[], Any]) -> int:
-    """The exit code of a command. `call` returns what typer.Exit held, or raises."""
+def _finish(call: Callable[[], int | None]) -> NoReturn:
+    """End a command with its code; errors become one message; no traceback reaches a user."""
     try:
-        code = call()
+        code = call() or 0
     except NanbisectError as error:
-        _complain(str(error))
-        return error.exit_code
+        typer.echo(f"nanbisect: {error}", err=True)
+        code = error.exit_code
     except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    return code if isinstance(code, int) else 0
+        code = INTERRUPTED
+    raise typer.Exit(code)
 
 
-def _complain(text: str) -> None:
-    sys.stderr.write(f"nanbisect: {text}\n")
+def main() -> None:
+    """The console script."""
+    app()

@@ -19,6 +19,7 @@ from nanbisect.events import CellEnded, CellStarted, Event, LevelBlocked, RunEnd
 from nanbisect.matrix import Cell, Matrix
 from nanbisect.outcome import Outcome, Status, named
 from nanbisect.report.model import Report
+from nanbisect.report.words import one_line
 
 STYLES = {
     Status.FINITE: "green",
@@ -63,10 +64,10 @@ def told(outcome: Outcome) -> str:
     if outcome.site is not None:
         site = outcome.site
         first = f", first {site.parameters[0]}" if site.parameters else ""
-        return f"{site.kind} in {site.phase}, step {site.step}{first}"
+        return one_line(f"{site.kind} in {site.phase}, step {site.step}{first}")
     if outcome.status is Status.FINITE:
         return f"loss {named(outcome.loss[-1])!s:.7}" if outcome.loss else ""
-    return outcome.reason.splitlines()[0] if outcome.reason else ""
+    return one_line(outcome.reason.splitlines()[0]) if outcome.reason else ""
 
 
 class Plain:
@@ -217,10 +218,17 @@ def cells_table(report: Report, *, wide: bool) -> Table:
     """The cells that ran, with where they failed; of a large matrix, those that are not finite."""
     hidden = () if wide else ("loss", "norm")
     shown = [index for index, name in enumerate(report.columns) if name not in hidden]
-    table = Table(box=None, pad_edge=False, header_style="dim")
+    table = Table(box=None, pad_edge=False, header_style="dim", expand=True)
     for name in (report.columns[index] for index in shown):
         header = name if wide or len(name) <= SHORT else f"{name[: SHORT - 1]}…"
-        table.add_column(escape(header), no_wrap=True, overflow="ellipsis")
+        loose = name == "what"  # the one column that gives way; the others keep their width
+        table.add_column(
+            escape(header),
+            no_wrap=True,
+            overflow="ellipsis",
+            min_width=None if loose else 4,
+            ratio=1 if loose else None,
+        )
     rows = [row for row in report.rows if row.status not in (None, "unsupported")]
     rows = rows if len(rows) <= WHOLE else [row for row in rows if row.status != "finite"]
     for row in rows[:WHOLE]:

@@ -245,9 +245,11 @@ def _channels(evidence: Evidence) -> dict[str, tuple[float, float]]:
 
 
 def _first_gradients(evidence: Evidence) -> dict[str, float]:
+    """L2 norms of step 1, if the optimizer took it; a GradScaler's scale is taken out again."""
     for line in evidence.events("step"):
-        if line["step"] == 1 and line.get("gradient_norms"):
-            return {name: number(value) for name, value in line["gradient_norms"].items()}
+        if line["step"] == 1 and line.get("gradient_norms") and line["taken"]:
+            scale = number(line["scale"]) if line["scale"] is not None else 1.0
+            return {name: number(value) / scale for name, value in line["gradient_norms"].items()}
     return {}
 
 

@@ -9,6 +9,7 @@ if a finished outcome changed, an attempt was made twice, or a process was left.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -92,10 +93,8 @@ def round_of_kills(command: list[str], out: Path, rng: random.Random, longest: f
 
 
 def _kill(pid: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def trial(command: list[str], out: Path, *, count: int, seed: int, longest: float) -> list[str]:

@@ -1,4 +1,7 @@
-"""A driver over trainings that take a fraction of a second and need no torch: `python -m tests.quick_driver OUT [--resume]`."""
+"""A driver over trainings that take a fraction of a second and need no torch.
+
+python -m tests.quick_driver OUT [--resume]
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,12 @@ from nanbisect.trainers.base import Launch
 from tests import fakes
 
 MATRIX = fakes.matrix_of(a=("0", "1"), b=("0", "1", "2"), c=("0", "1"))
-TRAINING = "import json, pathlib, sys, time\nfor name, text in json.loads(sys.argv[1]).items():\n    time.sleep(0.08)\n    pathlib.Path(name).write_text(text)\n"
+TRAINING = """
+import json, pathlib, sys, time
+for name, text in json.loads(sys.argv[1]).items():
+    time.sleep(0.08)
+    pathlib.Path(name).write_text(text)
+"""
 
 
 class QuickTrainer(fakes.FakeTrainer):

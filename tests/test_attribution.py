@@ -266,10 +266,7 @@ def test_among_many_cells_every_pair_seen_is_enough() -> None:
     every = cells(factors)
     chosen = {cell.number for cell in draw.sample(every, 80)}
     chosen |= {cell.number for cell in draw.sample([c for c in every if c.levels["f3"] == "1"], 20)}
-    results = [
-        CellResult(cell, (fails(cell.levels["f3"] == "1"),) if cell.number in chosen else ())
-        for cell in every
-    ]
+    results = [CellResult(cell, (fails(cell.levels["f3"] == "1"),) if cell.number in chosen else ()) for cell in every]
     found = attribute(factors, results)
     assert levels_of(found.causes) == [{"f3": "1"}]
     assert found.causes[0].standing is Standing.SUPPORTED
@@ -341,8 +338,7 @@ def test_attempts_that_disagree() -> None:
     results[2] = replace(results[2], attempts=(OOM, FINITE))
     found = attribute(factors, results)
     assert caution(found, "attempts_disagree").text == (
-        "Attempts disagree: cell 4 was finite in one attempt and non-finite in another. "
-        "They count as non-finite."
+        "Attempts disagree: cell 4 was finite in one attempt and non-finite in another. They count as non-finite."
     )
     assert caution(found, "single_attempt").text.startswith("1 of 4 judged cells rests on one attempt")
     assert levels_of(found.causes) == [{"a": "1", "b": "1"}]
@@ -370,18 +366,14 @@ def test_identical_bits_say_that_a_setting_may_not_have_arrived() -> None:
     factors = (Factor("max_length", ("64", "128")), Factor("channel_weights", ("1,8", "1,32")))
     results = ran(factors, lambda levels: step(1.5 if levels["channel_weights"] == "1,8" else 2.5))
     found = attribute(factors, results, neutral_settings=NEUTRAL)
-    assert caution(found, "identical_bits").text.startswith(
-        "max_length=64 and max_length=128 gave bit-identical"
-    )
+    assert caution(found, "identical_bits").text.startswith("max_length=64 and max_length=128 gave bit-identical")
     assert "in 2 pairs" in caution(found, "identical_bits").text
 
 
 @pytest.mark.parametrize("name", ["attention", "gradient_checkpointing", "learning_rate"])
 def test_identical_bits_are_no_wonder_for_some_settings(name: str) -> None:
     factors = (Factor(name, ("one", "two")),)
-    found = attribute(
-        factors, ran(factors, lambda levels: step(1.0)), neutral_settings=frozenset({"attention"})
-    )
+    found = attribute(factors, ran(factors, lambda levels: step(1.0)), neutral_settings=frozenset({"attention"}))
     assert "identical_bits" not in codes(found)
 
 
@@ -505,8 +497,7 @@ class Case:
 
     def results(self) -> tuple[CellResult, ...]:
         return tuple(
-            CellResult(cell, (OOM if cell.number in self.unjudged else fails(self.bad(cell)),))
-            for cell in self.cells
+            CellResult(cell, (OOM if cell.number in self.unjudged else fails(self.bad(cell)),)) for cell in self.cells
         )
 
     def false(self, cause: Mapping[str, tuple[str, ...]]) -> bool:
@@ -603,9 +594,7 @@ def test_every_failure_is_explained_and_no_finite_cell_is_blamed(case: Case) -> 
     judged = [cell for cell in case.cells if cell.number not in case.unjudged]
     for cell in judged:
         blamed = any(matches(cause.levels, cell.levels) for cause in found.causes)
-        alternative = any(
-            matches(other, cell.levels) for cause in found.causes for other in cause.alternatives
-        )
+        alternative = any(matches(other, cell.levels) for cause in found.causes for other in cause.alternatives)
         assert blamed if case.bad(cell) else not blamed and not alternative
 
 
@@ -620,9 +609,7 @@ def test_what_is_not_told_apart_says_what_would_decide(case: Case) -> None:
         assert cause.matching == cause.failed + cause.untested
         assert (cause.standing is Standing.PROVED) == (cause.untested == 0)
         assert cause.witnesses
-    involved = {
-        name for cause in found.causes for part in (cause.levels, *cause.alternatives) for name in part
-    }
+    involved = {name for cause in found.causes for part in (cause.levels, *cause.alternatives) for name in part}
     assert not involved & set(found.neutral)
 
 

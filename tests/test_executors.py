@@ -178,8 +178,7 @@ def test_stop_before_the_shim_is_awake(executor: LocalExecutor, tmp_path: Path) 
 
 def test_stop_of_a_process_that_ignores_term(executor: LocalExecutor, tmp_path: Path) -> None:
     code = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
-        "print('ready', flush=True); time.sleep(60)"
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);print('ready', flush=True); time.sleep(60)"
     )
     handle = executor.start(script(tmp_path, code))
     ready(tmp_path)
@@ -189,9 +188,7 @@ def test_stop_of_a_process_that_ignores_term(executor: LocalExecutor, tmp_path: 
     assert exit.seconds >= 0.4
 
 
-def test_interrupt_is_ignored_by_the_shim_but_not_by_the_training(
-    executor: LocalExecutor, tmp_path: Path
-) -> None:
+def test_interrupt_is_ignored_by_the_shim_but_not_by_the_training(executor: LocalExecutor, tmp_path: Path) -> None:
     code = "print('ready', flush=True); import time; time.sleep(60)"
     handle = executor.start(script(tmp_path, code))
     ready(tmp_path)
@@ -280,9 +277,7 @@ def test_stragglers_after_a_normal_exit(executor: LocalExecutor, tmp_path: Path)
     assert not lives(pid_in(tmp_path / "grandchild.pid"))
 
 
-def test_descendants_that_leave_by_themselves_are_no_stragglers(
-    executor: LocalExecutor, tmp_path: Path
-) -> None:
+def test_descendants_that_leave_by_themselves_are_no_stragglers(executor: LocalExecutor, tmp_path: Path) -> None:
     code = "import os, time; os.fork() or (time.sleep(0.05), print('late'))"
     exit = wait(executor, executor.start(script(tmp_path, code)))
     assert (exit.code, exit.stragglers, log_of(tmp_path)) == (0, 0, "late\n")
@@ -485,9 +480,7 @@ def test_echo_never_waits_for_its_reader(tmp_path: Path, reader: str) -> None:
     assert (exit.why, exit.signal) == ("timed_out", signal.SIGTERM)
     if reader == "slow":
         os.close(read)
-        assert (
-            tmp_path / LOG_FILE
-        ).stat().st_size < 2**20  # the process was held back, not the memory filled
+        assert (tmp_path / LOG_FILE).stat().st_size < 2**20  # the process was held back, not the memory filled
 
 
 # The kernel's OOM killer

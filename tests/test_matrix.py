@@ -70,7 +70,14 @@ def test_the_baseline_runs_first_then_the_likeliest_to_fail() -> None:
 def test_a_suspect_that_can_not_run_is_passed_over() -> None:
     some = matrix()
     order = run_order(some, expand(some), lambda cell: cell.levels["attention"] != "flash")
-    assert [cell.number for cell in order] == [1, 4, 2, 3, 5, 6]  # the last level of attention that can run is its second
+    assert [cell.number for cell in order] == [
+        1,
+        4,
+        2,
+        3,
+        5,
+        6,
+    ]  # the last level of attention that can run is its second
     assert {cell.number for cell in run_order(some, expand(some), lambda cell: False)} == set(range(1, 7))
 
 
@@ -80,9 +87,7 @@ def test_an_order_without_baseline_keeps_every_cell() -> None:
     assert sorted(cell.number for cell in run_order(some, cells, lambda cell: True)) == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize(
-    "text", ["", "===", "a/b\\..", "ÄÖ", "x" * 300, "con", "attention=sdpa:math,batch_size=1"]
-)
+@pytest.mark.parametrize("text", ["", "===", "a/b\\..", "ÄÖ", "x" * 300, "con", "attention=sdpa:math,batch_size=1"])
 def test_a_slug_is_a_safe_folder_name(text: str) -> None:
     assert re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?-[0-9a-f]{8}", slug(text))
     assert len(slug(text)) <= 57

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,6 @@ from hypothesis import strategies as st
 from nanbisect.errors import MatrixError, Problem
 from nanbisect.matrix import Factor, Matrix, Setting, Vocabulary, excluded, expand
 from nanbisect.matrix_file import (
-    FLAGS,
-    KEYS,
     NO_OVERRIDES,
     Overrides,
     matrix_from_json,
@@ -23,8 +22,11 @@ from nanbisect.matrix_file import (
     parse_duration,
     read_matrix,
 )
+from nanbisect.matrix_flags import FLAGS
+from nanbisect.matrix_shape import KEYS
 from nanbisect.trainers.sft.settings import VOCABULARY
 
+SEVERAL_GPUS = replace(VOCABULARY, check=lambda matrix: ())  # as a trainer that takes them
 HEAD = "trainer: sft\nrecipe: my_tts.py\n"
 BODY = "factors: {attention: [sdpa, eager], batch_size: [1, 2]}\n"
 DESIGN = """\
@@ -159,7 +161,7 @@ def test_levels_keep_their_spelling(line: str, name: str, levels: tuple[str, ...
     ],
 )
 def test_values_are_read_as_yaml_1_2(line: str, key: str, value: Any) -> None:
-    assert getattr(read(f"{HEAD}{line}\n{BODY}"), key) == value
+    assert getattr(read(f"{HEAD}{line}\n{BODY}", vocabulary=SEVERAL_GPUS), key) == value
 
 
 def test_a_byte_order_mark_and_windows_line_ends_do_no_harm() -> None:
@@ -170,9 +172,7 @@ def test_a_rule_names_levels_by_value_and_may_guard_a_fixed_setting() -> None:
     idle = "{precision: fp32}, {deterministic: false, attention: eager}"
     rules = f"exclude: [{{learning_rate: 0.00002, attention: sdpa}}, {idle}]"
     fixed = "settings: {precision: bf16, deterministic: kernels}"
-    matrix = read(
-        f"{HEAD}{fixed}\nfactors: {{learning_rate: [1e-5, 2e-5], attention: [sdpa, eager]}}\n{rules}\n"
-    )
+    matrix = read(f"{HEAD}{fixed}\nfactors: {{learning_rate: [1e-5, 2e-5], attention: [sdpa, eager]}}\n{rules}\n")
     assert matrix.exclude[0] == {"learning_rate": "2e-5", "attention": "sdpa"}
     assert matrix.exclude[2] == {"deterministic": "off", "attention": "eager"}
     assert len(expand(matrix)) == 3
@@ -497,13 +497,12 @@ def test_flags_replace_what_the_file_says() -> None:
         repeat=2,
         timeout="2h",
         device="cpu",
-        gpus_per_cell="all",
         settings=("batch_size=4", "channel_weights=1,8", "seed = 7"),
         factors=("precision=bf16|fp32", "attention = eager | sdpa:math"),
     )
     matrix = read(DESIGN, overrides)
     assert (matrix.model, matrix.data, matrix.steps, matrix.repeat) == ("/models/m", "d.jsonl", 5, 2)
-    assert (matrix.timeout, matrix.device, matrix.gpus_per_cell) == (7200.0, "cpu", None)
+    assert (matrix.timeout, matrix.device) == (7200.0, "cpu")
     assert matrix.factors == (
         Factor("gradient_checkpointing", ("off", "on")),
         Factor("attention", ("eager", "sdpa:math")),
@@ -520,8 +519,8 @@ def test_flags_replace_what_the_file_says() -> None:
 
 def test_flags_mend_what_is_wrong_in_the_file() -> None:
     text = "trainer: sft\nrecipe: r.py\nsteps: 0\nsettings:\nfactors:\n"
-    matrix = read(text, Overrides(steps=2, gpus_per_cell=2, factors=("gradient_checkpointing=false|true",)))
-    assert (matrix.steps, matrix.gpus_per_cell) == (2, 2)
+    matrix = read(text, Overrides(steps=2, factors=("gradient_checkpointing=false|true",)))
+    assert matrix.steps == 2
     assert matrix.factors == (Factor("gradient_checkpointing", ("off", "on")),)
 
 
@@ -556,7 +555,6 @@ def test_flags_mend_what_is_wrong_in_the_file() -> None:
         (Overrides(repeat=-1), "--repeat -1", "whole number", "at least 1"),
         (Overrides(timeout="soon"), "--timeout soon", "not a duration", "10m"),
         (Overrides(device="gpu"), "--device gpu", "not a device", "auto, cuda, cpu"),
-        (Overrides(gpus_per_cell="some"), "--gpus-per-cell some", "number of GPUs", "or all"),
         (Overrides(model=" "), "--model-path  ", "empty", "write a value"),
     ],
 )
@@ -581,9 +579,7 @@ def test_rules_survive_flags_that_make_them_idle() -> None:
 
 
 def test_flags_over_a_section_of_the_wrong_shape_do_not_hide_it() -> None:
-    found = problems(
-        HEAD + "settings: [a]\nfactors: 3\n", Overrides(settings=("seed=1",), factors=("attention=a|b",))
-    )
+    found = problems(HEAD + "settings: [a]\nfactors: 3\n", Overrides(settings=("seed=1",), factors=("attention=a|b",)))
     assert [(problem.path, problem.line) for problem in found] == [("settings", 3), ("factors", 4)]
 
 
@@ -621,14 +617,13 @@ def test_what_is_no_duration(text: str) -> None:
 
 
 def test_json_round_trip() -> None:
-    for matrix in (read(DESIGN), read(HEAD + "gpus_per_cell: all\ntimeout: 1.5s\n" + BODY)):
+    several = HEAD + "gpus_per_cell: all\ntimeout: 1.5s\n" + BODY
+    for matrix in (read(DESIGN), read(several, vocabulary=SEVERAL_GPUS)):
         text = json.dumps(matrix_to_json(matrix), allow_nan=False)
         assert matrix_from_json(json.loads(text)) == matrix
 
 
-@pytest.mark.parametrize(
-    "data", [{}, {"factors": 3}, {"factors": [], "nme": "x"}, {"factors": [{"name": "x"}]}]
-)
+@pytest.mark.parametrize("data", [{}, {"factors": 3}, {"factors": [], "nme": "x"}, {"factors": [{"name": "x"}]}])
 def test_json_that_is_no_matrix(data: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="not a matrix"):
         matrix_from_json(data)
@@ -650,9 +645,7 @@ LEVELS = {
 def files(draw: st.DrawFn) -> tuple[dict[str, list[str]], list[dict[str, str]]]:
     """Factors with two levels or more, and rules that leave the baseline alone."""
     names = draw(st.lists(st.sampled_from(sorted(LEVELS)), min_size=1, max_size=4, unique=True))
-    subsets = {
-        name: st.lists(st.sampled_from(LEVELS[name]), min_size=2, max_size=4, unique=True) for name in names
-    }
+    subsets = {name: st.lists(st.sampled_from(LEVELS[name]), min_size=2, max_size=4, unique=True) for name in names}
     factors = {name: draw(subset) for name, subset in subsets.items()}
     rules = []
     for _ in range(draw(st.integers(0, 3))):

@@ -528,6 +528,36 @@ def test_twenty_thousand_cells_fit_into_one_comment() -> None:
     assert_inert(text)
 
 
+@pytest.mark.parametrize("text", ["@" * 3000, "\U0001f600 " * 3000, "<`| " * 3000, "x" * 3000])
+def test_a_page_with_everything_at_its_most_still_fits(text: str) -> None:
+    matrix = Matrix(text, "sft", (*(Factor(f"{n}{text}", ("a", text)) for n in range(6)),), {text: text})
+
+    def judge(levels: Mapping[str, str]) -> Outcome:
+        number = next(numbers)
+        site = replace(SITE, step=number, parameters=(f"{number}{text}",) * 8, channels=(text,))
+        notes = (Note(f"{number}{text}", text),)
+        bad = replace(BAD, site=site, suspects=(text,) * 20, repairs=notes, doubts=notes, origin={"module": text})
+        return bad if number % 3 else Outcome(Status.FAILED, f"{number}{text}", log_tail=(text,) * 20)
+
+    numbers = iter(range(1, 99))
+    causes = [
+        cause({f"{n}{text}": ("a", text)}, needed={text: {text: "finite"}}, alternatives=({text: (text,)},) * 9)
+        for n in range(6)
+    ]
+    found = attribution(
+        Finding.CAUSE,
+        *causes,
+        neutral=(text,) * 9,
+        divergences=(Divergence((1, 2), (text,), text, (1.0, 2.0), 0.5, 0.1),) * 50,
+        cautions=(Caution("c", text, text),) * 50,
+    )
+    environment = {"device": text, **{f"{n}": text for n in range(50)}}
+    report = report_of(judge, matrix, attribution=found, environment=environment, command=("n", text), folder=text)
+    page = to_markdown(report, Redactor(home="/home/someone", user="someone"))
+    assert len(page.encode()) < 65_536
+    assert_inert(page)
+
+
 # the machine-readable result
 
 

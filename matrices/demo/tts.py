@@ -187,7 +187,8 @@ class Block(nn.Module):
         """[batch, length, hidden] to the same."""
         normed = self.norm1(states)
         query, key, value = (
-            part(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj)
+            part(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in (self.q_proj, self.k_proj, self.v_proj)
         )
         query, key = rotate(query, positions), rotate(key, positions)
         mixed = self.attention(query, key, value, allowed).transpose(1, 2).flatten(2)

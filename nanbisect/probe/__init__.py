@@ -9,13 +9,18 @@ never changes what the training computes, and it proves in every run that it was
 from __future__ import annotations
 
 import platform
+from typing import TYPE_CHECKING, Any, Callable
 
-_observer = None
+if TYPE_CHECKING:
+    from .observer import Observer
+
+_observer: Observer | None = None
+_end: Callable[[str], Any] | None = None
 
 
-def install(folder):
+def install(folder: str) -> None:
     """Patch torch in this process; events go to files in `folder`. Called once, by sitecustomize."""
-    global _observer
+    global _observer, _end
     import torch
 
     from . import patches
@@ -24,22 +29,27 @@ def install(folder):
 
     journal = Journal(folder, {"schema": 1, "torch": str(torch.__version__), "python": platform.python_version()})
     journal.armed()
-    _observer = Observer(journal)
-    patches.install(_observer)
+    observer = Observer(journal)
+    try:
+        guard = patches.install(observer)
+    except Exception as error:  # half of it may be at work: say so, lest the run count as judged
+        journal.write("probe_error", where="install", error=repr(error))
+        raise
+    _observer, _end = observer, guard(observer.steps.end, "end of step")
 
 
-def found():
+def found() -> bool:
     """Whether a non-finite value has surfaced so far; a training loop may stop then."""
     return _observer is not None and _observer.found
 
 
-def end_of_step():
+def end_of_step() -> None:
     """Called by a loop that has no optimizer: the gradients of this step are complete (or freed)."""
-    if _observer is not None:
-        _observer.end("backward_only")
+    if _end is not None:
+        _end("backward_only")
 
 
-def backward_only():
+def backward_only() -> None:
     """Called by a loop that frees gradients as they arrive: a missing gradient is no repair there."""
     if _observer is not None:
-        _observer.frees_gradients = True
+        _observer.steps.frees_gradients = True

@@ -7,27 +7,40 @@ without knowing any of them, and costs about a microsecond a node.
 from __future__ import annotations
 
 import re
+from typing import Any, Iterable
+
+import torch
 
 KERNEL = re.compile(r"[Aa]ttention|FlashAttn|^(Safe)?Softmax")
 VIEWS = re.compile(r"^(T|Transpose|View|UnsafeView|Reshape|AsStrided|ToCopy|Permute|Expand|Alias|Slice)Backward")
 LOOKUP = re.compile(r"^Embedding")
 
+Node = Any  # torch.autograd.graph.Node; its stubs lack half of what is used here
+
 
 class Walk:
-    """What the graph below some roots holds.
+    """What the graph below some roots (tensors or gradient edges) holds.
 
     `leaves`: id -> tensor. `uses`: id -> list of (node, input index): the edges into the leaf.
     `kernels`: name of an attention or softmax node -> count.
     """
 
-    def __init__(self, roots):
-        self.leaves = {}
-        self.uses = {}
-        self.kernels = {}
-        self.parents = {}
-        self._walk([root.grad_fn for root in roots if root.grad_fn is not None])
+    def __init__(self, roots: Iterable[Any]) -> None:
+        self.leaves: dict[int, torch.Tensor] = {}
+        self.uses: dict[int, list[tuple[Node, int]]] = {}
+        self.kernels: dict[str, int] = {}
+        self.parents: dict[Node, Node] = {}
+        self._walk([node for node in map(self._entry, roots) if node is not None])
 
-    def _walk(self, stack):
+    def _entry(self, root: Any) -> Node | None:
+        """The node where the walk starts; a root that is a leaf itself has none, nor has a constant."""
+        if not isinstance(root, torch.Tensor):
+            return getattr(root, "node", None)
+        if root.grad_fn is None and root.requires_grad:
+            self.leaves[id(root)] = root
+        return root.grad_fn
+
+    def _walk(self, stack: list[Node]) -> None:
         seen = set(stack)
         while stack:
             node = stack.pop()
@@ -37,19 +50,18 @@ class Walk:
             for index, (child, _) in enumerate(node.next_functions):
                 if child is None:
                     continue
-                variable = getattr(child, "variable", None)
-                if variable is not None:
-                    self._leaf(variable, node, index)
+                if type(child).__name__ == "AccumulateGrad":  # a user's Function may have a `variable` of its own
+                    self._leaf(child.variable, node, index)
                 elif child not in seen:
                     seen.add(child)
                     self.parents[child] = node
                     stack.append(child)
 
-    def _leaf(self, variable, node, index):
+    def _leaf(self, variable: torch.Tensor, node: Node, index: int) -> None:
         self.leaves[id(variable)] = variable
         self.uses.setdefault(id(variable), []).append((node, index))
 
-    def use_name(self, node):
+    def use_name(self, node: Node | None) -> str:
         """lookup or head, with the first consumer that is neither a view nor a cast."""
         while node is not None and VIEWS.match(node.name()):
             node = self.parents.get(node)

@@ -11,9 +11,10 @@ import math
 import os
 import sys
 import time
+from typing import Any, Mapping
 
 
-def plain(value):
+def plain(value: Any) -> Any:
     """JSON values; non-finite floats by name."""
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if value != value else "+inf" if value > 0 else "-inf"
@@ -24,12 +25,12 @@ def plain(value):
     return value
 
 
-def line(fields):
+def line(fields: Mapping[str, Any]) -> bytes:
     """One event as bytes, NaN disallowed."""
     return (json.dumps(plain(fields), allow_nan=False, default=str) + "\n").encode()
 
 
-def append(path, data):
+def append(path: str, data: bytes) -> None:
     """One write to the end of a file: lines of several processes never mix."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
@@ -41,17 +42,17 @@ def append(path, data):
 class Journal:
     """The event file of this process. Forks get their own: the file is keyed by pid."""
 
-    def __init__(self, folder, versions):
+    def __init__(self, folder: str, versions: Mapping[str, Any]) -> None:
         self.folder = folder
         self.versions = versions
-        self.pid = None
-        self.path = None
+        self.pid: int | None = None
+        self.path = ""
 
-    def armed(self):
+    def armed(self) -> None:
         """Leave the line that says: this process imported torch and has the probe."""
         append(os.path.join(self.folder, "armed.jsonl"), line({"pid": os.getpid(), "argv": sys.argv}))
 
-    def write(self, kind, **fields):
+    def write(self, kind: str, **fields: Any) -> None:
         """Append one event; opens the file with an `awake` line first."""
         if self.pid != os.getpid():
             self.pid = os.getpid()
@@ -59,13 +60,14 @@ class Journal:
             self._append("awake", {"rank": rank(), "pid": self.pid, "argv": sys.argv, **self.versions})
         self._append(kind, fields)
 
-    def _append(self, kind, fields):
+    def _append(self, kind: str, fields: Mapping[str, Any]) -> None:
         append(self.path, line({"kind": kind, "time": time.time(), **fields}))
 
 
-def rank():
+def rank() -> int:
     """This process's rank: from the process group if there is one, else from the launcher's variable."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank()
-    return int(os.environ.get("RANK") or 0)
+        return int(distributed.get_rank())
+    text = os.environ.get("RANK", "")
+    return int(text) if text.isdigit() else 0

@@ -1,76 +1,120 @@
-"""Names of parameters and buffers, learnt from the modules that training calls.
-
-Nothing is stored on a tensor: an attribute on a parameter would be written into the user's
-checkpoint. An id may be used again, so a weak reference stands beside it.
-"""
+"""Names of parameters and buffers, learnt from the modules that training calls."""
 
 from __future__ import annotations
 
 import gc
-import weakref
+from typing import Dict, Iterable, List, NamedTuple, Tuple
 
 import torch
+
+from .handles import Handle, Handles
+
+RATES = ("dropout", "attention_dropout", "dropout_p", "attn_pdrop")
+UNKNOWN = "?"
+
+Pairs = List[Tuple[str, torch.Tensor]]
+
+
+class Named(NamedTuple):
+    """A tensor's name, and the number of the lesson in which it was learnt."""
+
+    name: str
+    handle: Handle
+    lesson: int
+
+
+Table = Dict[int, Named]
 
 
 class Names:
     """id -> name, in order of registration, over all modules learnt so far."""
 
-    def __init__(self):
-        self.parameters = {}
-        self.buffers = {}
-        self.tied = {}
+    def __init__(self, handles: Handles) -> None:
+        self.handles = handles
+        self.parameters: Table = {}
+        self.buffers: Table = {}
+        self.tied: dict[str, list[str]] = {}
+        self.lessons = 0
 
-    def learn(self, module):
-        """Take the names of a module's parameters and buffers; the first name of a tied one stays."""
-        for name, tensor in module.named_parameters():
-            self.parameters[id(tensor)] = (name, weakref.ref(tensor))
-        for name, tensor in module.named_buffers():
-            self.buffers[id(tensor)] = (name, weakref.ref(tensor))
+    def learn(self, module: torch.nn.Module, *, rename: bool = False) -> tuple[Pairs, Pairs]:
+        """Take a module's names; returns its parameters and buffers that had none.
+
+        The first name of a tied one stays. A part of a module that is known keeps its longer names.
+        """
+        parameters, buffers = list(module.named_parameters()), list(module.named_buffers())
+        new = [[(name, tensor) for name, tensor in pairs if not self.named(tensor)] for pairs in (parameters, buffers)]
+        if rename or new[0] or new[1]:
+            self.lessons += 1
+            self.parameters = self._merged(self.parameters, parameters)
+            self.buffers = self._merged(self.buffers, buffers)
+            self._learn_tied(module)
+        return new[0], new[1]
+
+    def _merged(self, table: Table, pairs: Iterable[tuple[str, torch.Tensor]]) -> Table:
+        fresh = {id(tensor): Named(name, self.handles.of(tensor), self.lessons) for name, tensor in pairs}
+        kept = {key: named for key, named in table.items() if key not in fresh and named.handle() is not None}
+        return {**kept, **fresh}
+
+    def _learn_tied(self, module: torch.nn.Module) -> None:
         for name, tensor in module.named_parameters(remove_duplicate=False):
             first = self.name(tensor)
-            if name != first:
+            if name != first and name not in self.tied.get(first, ()):
                 self.tied.setdefault(first, []).append(name)
 
-    def name(self, tensor):
-        """The tensor's name, or "?" for one that no known module holds."""
+    def _entry(self, tensor: torch.Tensor) -> Named | None:
         for table in (self.parameters, self.buffers):
             entry = table.get(id(tensor))
-            if entry is not None and entry[1]() is tensor:
-                return entry[0]
-        return "?"
+            if entry is not None and entry.handle() is tensor:
+                return entry
+        return None
 
-    def knows(self, tensors):
-        """Whether all of them have a name."""
-        return all(self.name(tensor) != "?" for tensor in tensors)
+    def name(self, tensor: torch.Tensor) -> str:
+        """The tensor's name, or "?" for one that no known module holds."""
+        entry = self._entry(tensor)
+        return UNKNOWN if entry is None else entry.name
 
-    def live(self, table):
+    def named(self, tensor: torch.Tensor) -> bool:
+        """Whether a known module holds it."""
+        return self._entry(tensor) is not None
+
+    def in_one(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether one module gave all of them their names; else two of them may have the same."""
+        entries = [self._entry(tensor) for tensor in tensors]
+        return None not in entries and len({entry.lesson for entry in entries if entry is not None}) <= 1
+
+    def live(self, table: Table) -> list[tuple[str, torch.Tensor]]:
         """(name, tensor) of everything still alive, in order of registration."""
-        pairs = ((name, ref()) for name, ref in list(table.values()))
+        pairs = ((named.name, named.handle()) for named in list(table.values()))
         return [(name, tensor) for name, tensor in pairs if tensor is not None]
 
-    def search(self, leaves):
-        """Learn from the smallest module alive that holds all leaves (a script may never call it)."""
-        wanted = {id(leaf) for leaf in leaves}
-        best = None
-        for thing in gc.get_objects():
-            if not issubclass(type(thing), torch.nn.Module):
-                continue
-            held = {id(parameter) for parameter in thing.parameters()}
-            if wanted <= held and (best is None or len(held) < best[0]):
-                best = (len(held), thing)
-        if best is not None:
-            self.parameters, self.buffers, self.tied = {}, {}, {}
-            self.learn(best[1])
-        return best[1] if best else None
+    def gradients(self) -> list[tuple[str, torch.Tensor]]:
+        """(name, gradient) of every parameter that has one, in order of registration."""
+        pairs = ((name, parameter.grad) for name, parameter in self.live(self.parameters))
+        return [(name, grad) for name, grad in pairs if grad is not None]
 
 
-def dropout_active(module):
+def smallest_holder(leaves: Iterable[torch.Tensor]) -> torch.nn.Module | None:
+    """The smallest module alive that holds all leaves (a script may never call it)."""
+    wanted = {id(leaf) for leaf in leaves}
+    best: tuple[int, int, torch.nn.Module] | None = None
+    for thing in gc.get_objects():
+        if not issubclass(type(thing), torch.nn.Module):
+            continue
+        try:
+            held, parts = {id(parameter) for parameter in thing.parameters()}, sum(1 for _ in thing.modules())
+        except Exception:  # noqa: BLE001 - a half-built module, or a user's own `parameters`
+            continue
+        if wanted <= held and (best is None or (len(held), parts) < best[:2]):
+            best = (len(held), parts, thing)
+    return best[2] if best is not None else None
+
+
+def dropout_active(module: torch.nn.Module) -> bool:
     """Whether any submodule drops activations while training (random masks make runs differ)."""
-    for part in module.modules():
-        rate = getattr(part, "p", 0) if isinstance(part, torch.nn.modules.dropout._DropoutNd) else 0
-        for name in ("attention_dropout", "dropout_p", "attn_pdrop"):
-            value = getattr(part, name, 0)
-            rate = max(rate, value) if isinstance(value, (int, float)) else rate
-        if rate and part.training:
-            return True
-    return False
+    return any(part.training and _rate(part) > 0 for part in module.modules())
+
+
+def _rate(part: torch.nn.Module) -> float:
+    names = (*RATES, "p") if isinstance(part, torch.nn.modules.dropout._DropoutNd) else RATES
+    values = [getattr(part, name, 0) for name in names]
+    return max(float(value) if isinstance(value, (int, float)) else 0.0 for value in values)

@@ -8,80 +8,97 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import threading
 import types
-import weakref
+from typing import Any, Callable
 
 import torch
 from torch.nn.modules import module as modules
 from torch.nn.utils import clip_grad
 from torch.optim import optimizer as optimizers
 
+from .guard import Guard, compiling
+from .observer import Observer
+from .scaling import absorbed, install_scaler
 
-def install(observer):
+CLIPS = ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_")
+
+
+def install(observer: Observer) -> Guard:
     """Patch this process once."""
     guard = Guard(observer)
     observer.guarded_arrived = guard(observer.arrived, "gradient")
+    observer.guarded_use = guard(observer.use_arrived, "gradient of a tied weight")
     _backward(observer, guard)
     _leaf_hooks(observer, guard)
+    _swap(observer)
     _forward(observer, guard)
     _optimizer(observer, guard)
     _clipping(observer, guard)
-    _scaler(observer, guard)
-    atexit.register(guard(observer.end, "at exit"), "exit")
+    install_scaler(observer, guard)
+    os.register_at_fork(after_in_child=guard(observer.forked, "fork"))
+    atexit.register(guard(observer.steps.end, "at exit"), "exit")
+    return guard
 
 
-class Guard:
-    """Wraps the probe's own work: timed, and never able to break the training."""
-
-    def __init__(self, observer):
-        self.observer = observer
-
-    def __call__(self, work, where):
-        """`work`, with its errors written to the journal."""
-
-        @functools.wraps(work)
-        def guarded(*args):
-            with self.observer.clock:
-                try:
-                    return work(*args)
-                except Exception as error:  # noqa: BLE001 - the training must go on
-                    self.observer.journal.write("probe_error", where=where, error=repr(error))
-
-        return guarded
-
-
-def _backward(observer, guard):
-    real = torch.autograd.backward
-    enter = guard(observer.backward, "backward")
+def _backward(observer: Observer, guard: Guard) -> None:
+    real: Any = torch.autograd.backward
+    enter, leave = guard(observer.backward, "backward"), guard(observer.leave, "after backward")
 
     @functools.wraps(real)
-    def backward(tensors, *args, **kwargs):
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if compiling():
+            real(tensors, *args, **kwargs)
+            return
         nested = torch._C._current_graph_task_id() != -1
-        enter([tensors] if isinstance(tensors, torch.Tensor) else list(tensors), nested)
-        return real(tensors, *args, **kwargs)
+        if isinstance(tensors, torch.Tensor) or hasattr(tensors, "node"):  # a tensor or a gradient edge
+            hooks = enter([tensors], nested)
+        else:
+            tensors = tuple(tensors)  # as torch itself does: a generator can be read once
+            hooks = enter(tensors, nested)
+        try:
+            real(tensors, *args, **kwargs)
+        finally:
+            leave(hooks, nested)
 
     torch.autograd.backward = backward
 
 
-def _leaf_hooks(observer, guard):
+def _leaf_hooks(observer: Observer, guard: Guard) -> None:
     """A hook of the script may step and drop the gradient: ours is registered before it."""
-    real = torch.Tensor.register_post_accumulate_grad_hook
+    real: Any = torch.Tensor.register_post_accumulate_grad_hook
     hook = guard(observer.hook, "hook")
 
     @functools.wraps(real)
-    def register_post_accumulate_grad_hook(self, function):
+    def register_post_accumulate_grad_hook(self: torch.Tensor, function: Any) -> Any:
         hook(self)
         return real(self, function)
 
-    torch.Tensor.register_post_accumulate_grad_hook = register_post_accumulate_grad_hook
+    torch.Tensor.register_post_accumulate_grad_hook = register_post_accumulate_grad_hook  # type: ignore[method-assign]
 
 
-def _forward(observer, guard):
+def _swap(observer: Observer) -> None:
+    """torch refuses to swap a tensor that has weak references: ours step aside."""
+    real = getattr(torch.utils, "swap_tensors", None)
+    if real is None:  # torch 2.1
+        return
+
+    @functools.wraps(real)
+    def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> Any:
+        with observer.handles.released(t1, t2):
+            return real(t1, t2)
+
+    torch.utils.swap_tensors = swap_tensors
+
+
+def _forward(observer: Observer, guard: Guard) -> None:
     depth = threading.local()
     root = guard(observer.forward, "forward")
 
-    def before(module, _):
+    def before(module: torch.nn.Module, _: Any) -> None:
+        if compiling():
+            return
         if torch._C._current_graph_task_id() != -1:
             observer.window.recomputed += 1
             return
@@ -89,59 +106,79 @@ def _forward(observer, guard):
         if depth.value == 1 and module.training and torch.is_grad_enabled():
             root(module)
 
-    def after(module, _, output):
-        if torch._C._current_graph_task_id() == -1:
+    def after(module: torch.nn.Module, _: Any, output: Any) -> None:
+        if not compiling() and torch._C._current_graph_task_id() == -1:
             depth.value = max(0, getattr(depth, "value", 0) - 1)
 
     modules.register_module_forward_pre_hook(before)
     modules.register_module_forward_hook(after, always_call=True)
 
 
-def _optimizer(observer, guard):
-    before, after = guard(observer.before_step, "before the step"), guard(observer.end, "after the step")
+def _optimizer(observer: Observer, guard: Guard) -> None:
+    steps = observer.steps
+    before, after = guard(steps.before_step, "before the step"), guard(steps.stepped, "after the step")
+    scale, skipped = guard(steps.judge_scaled, "scaler"), guard(steps.skipped, "scaler")
+    was_absorbed = guard(absorbed, "scaler")
 
-    def pre(optimizer, args, kwargs):
+    def pre(optimizer: Any, args: Any, kwargs: Any) -> None:
+        scaler = steps.scaler() if steps.scaler is not None else None
+        if scaler is not None and hasattr(optimizer, "found_inf"):  # fused: the scaler leaves the decision to it
+            scale(scaler)
         before(optimizer)
 
-    def post(optimizer, args, kwargs):
-        if not _absorbed(optimizer):
-            after("step")
+    def post(optimizer: Any, args: Any, kwargs: Any) -> None:
+        (skipped if was_absorbed(optimizer) else after)(optimizer)
 
     optimizers.register_optimizer_step_pre_hook(pre)
     optimizers.register_optimizer_step_post_hook(post)
 
 
-def _absorbed(optimizer):
-    """A fused optimizer under a GradScaler runs and moves nothing: the scaler's wrapper ends the step."""
-    found = getattr(optimizer, "found_inf", None)
-    return found is not None and bool(found)
+def _clipping(observer: Observer, guard: Guard) -> None:
+    wrap = functools.partial(_wrap_clip, observer, guard, threading.local())
+    for name in CLIPS:
+        function = getattr(clip_grad, name, None)  # the last is not in torch 2.1
+        if function is not None:
+            _replace(function, functools.partial(wrap, name.lstrip("_")))
 
 
-def _clipping(observer, guard):
-    for name in ("clip_grad_norm_", "clip_grad_value_"):
-        _replace(getattr(clip_grad, name), functools.partial(_wrap_clip, observer, guard, name))
-
-
-def _wrap_clip(observer, guard, name, inner):
-    judge, clipped = guard(observer.judge, name), guard(observer.clipped, name)
+def _wrap_clip(
+    observer: Observer, guard: Guard, inside: threading.local, name: str, inner: Callable[..., Any]
+) -> Callable[..., Any]:
+    judge, clipped = guard(observer.steps.judge, name), guard(observer.steps.clipped, name)
 
     @functools.wraps(inner)
-    def clip(parameters, *args, **kwargs):
-        limit = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value"))
-        limit = float(limit) if isinstance(limit, (int, float)) else None
+    def clip(*args: Any, **kwargs: Any) -> Any:
+        if compiling() or getattr(inside, "clip", False):  # clip_grad_norm_ calls clip_grads_with_norm_
+            return inner(*args, **kwargs)
+        limit, norm = _limit(args, kwargs), None
         judge()
+        inside.clip, raised = True, True
         try:
-            norm = inner(parameters, *args, **kwargs)
-        except RuntimeError:
-            clipped(name, limit, None, True)
-            raise
-        clipped(name, limit, norm, False)
-        return norm
+            result = inner(*args, **kwargs)
+            raised = False
+        finally:
+            inside.clip = False
+            if not raised:
+                norm = result if result is not None else _given_norm(name, args, kwargs)
+            clipped(name, limit, norm, raised)
+        return result
 
     return clip
 
 
-def _replace(function, wrap):
+def _limit(args: Any, kwargs: Any) -> float | None:
+    limit = args[1] if len(args) > 1 else kwargs.get("max_norm", kwargs.get("clip_value"))
+    return float(limit) if isinstance(limit, (int, float)) else None
+
+
+def _given_norm(name: str, args: Any, kwargs: Any) -> Any:
+    """clip_grads_with_norm_ returns nothing: the norm is an argument."""
+    if name != "clip_grads_with_norm_":
+        return None
+    return args[2] if len(args) > 2 else kwargs.get("total_norm")
+
+
+def _replace(function: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Swap what runs inside an imported function, so that every holder of its name follows."""
     cell = next((c for c in function.__closure__ or () if callable(c.cell_contents)), None)
     if cell is not None:  # torch wraps it in `_no_grad`: replace the function inside
@@ -154,54 +191,7 @@ def _replace(function, wrap):
     name = "_nanbisect_" + function.__name__
     function.__globals__[name] = wrap(kept)
     source = "def trampoline(*args, **kwargs): return %s(*args, **kwargs)" % name
-    scope = {}
-    exec(source, function.__globals__, scope)
+    scope: dict[str, Any] = {}
+    exec(source, function.__globals__, scope)  # the code must live in the function's own globals
     function.__code__ = scope["trampoline"].__code__
     function.__defaults__ = function.__kwdefaults__ = None
-
-
-def _scaler(observer, guard):
-    scalers = torch.amp.GradScaler if hasattr(torch.amp, "GradScaler") else torch.cuda.amp.GradScaler
-    _wrap_scale(scalers, observer)
-    _wrap_unscale(scalers, guard(observer.judge, "unscale"))
-    judge, decided = guard(observer.judge_scaled, "scaler"), guard(observer.scaler_decided, "scaler")
-    _wrap_decision(scalers, observer, judge, decided)
-
-
-def _wrap_scale(scalers, observer):
-    real = scalers.scale
-
-    @functools.wraps(real)
-    def scale(self, outputs):
-        scaled = real(self, outputs)
-        if isinstance(outputs, torch.Tensor) and self.is_enabled():
-            observer.scaler = weakref.ref(self)
-            observer.scaled = {id(scaled): outputs.detach().clone()}
-        return scaled
-
-    scalers.scale = scale
-
-
-def _wrap_unscale(scalers, judge):
-    real = scalers.unscale_
-
-    @functools.wraps(real)
-    def unscale_(self, optimizer):
-        judge()
-        return real(self, optimizer)
-
-    scalers.unscale_ = unscale_
-
-
-def _wrap_decision(scalers, observer, judge, decided):
-    real = scalers._maybe_opt_step
-
-    @functools.wraps(real)
-    def _maybe_opt_step(self, optimizer, state, *args, **kwargs):
-        scale, step = self.get_scale(), observer.step
-        judge(scale)
-        result = real(self, optimizer, state, *args, **kwargs)
-        decided(self, scale, observer.step == step)
-        return result
-
-    scalers._maybe_opt_step = _maybe_opt_step

@@ -5,9 +5,11 @@ Numbers that JSON lacks are written as "nan", "+inf", "-inf". Steps count from 1
 ranks from 0. Every line also has `time`, seconds since the epoch.
 """
 
+from typing import Dict
+
 SCHEMA = 1
 
-EVENTS = {
+EVENTS: Dict[str, Dict[str, str]] = {
     "awake": {
         "schema": "version of this table",
         "rank": "rank of the process",
@@ -33,10 +35,10 @@ EVENTS = {
         "step": "optimizer step in which it surfaced",
         "micro_batch": "micro-batch of that step",
         "rank": "rank that saw it",
-        "phase": "load, loss, backward, clip or optimizer",
+        "phase": "load, forward (a buffer), loss, backward, clip or optimizer",
         "value": "nan, +inf or -inf",
-        "tensors": "what showed it, first to arrive first: name, value, nan, posinf, neginf, numel, use",
-        "bad": "how many tensors showed it",
+        "tensors": "what showed it, first to arrive first: name, value, micro_batch, uses, nan, posinf, neginf, numel",
+        "bad": "how many distinct tensors showed it",
         "of": "how many were looked at",
         "scale": "the GradScaler's scale, where there is one",
     },

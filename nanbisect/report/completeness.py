@@ -1,6 +1,6 @@
 """How much of the space of combinations is known: for each combination of few levels, what became of it.
 
-Sets of cells are integers used as bit sets, as in `attribution`: the count stays quick for any matrix.
+Sets of cells are integers used as bit sets, as in `combinations`: the count stays quick for any matrix.
 """
 
 from __future__ import annotations

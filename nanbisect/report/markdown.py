@@ -21,8 +21,10 @@ from nanbisect.report.words import clip, code, counted, one_line
 
 LIMIT = 65_000
 FOLDED_FROM = 64
-LINE, WORD = 1_200, 160
-HEAD, SMALL, LARGE = 6_000, 4_000, 10_000
+LONG, LINE, COMMAND, WORD = 1_800, 1_200, 500, 160
+"""The most bytes of one sentence, one item, one command, one word in a table."""
+SMALL, MEDIUM, LARGE = 3_000, 4_500, 8_000
+"""Shares of the sections. With everything at its most they come to some 63,000."""
 NEVER_MORE = 50
 
 Item = TypeVar("Item")
@@ -32,7 +34,7 @@ def to_markdown(report: Report, redact: Redactor) -> str:
     """The whole report, always under 65,536 characters."""
     page = _Page(report, redact)
     above = [page.head(), page.grid(), page.causes(), page.places(), page.cautions(), page.neutral(), page.unjudged()]
-    below = [page.environment(), page.next(), page.reproduce(), page.text(report.versions, LINE)]
+    below = [page.environment(), page.next(), page.reproduce(), page.text(report.versions, COMMAND)]
     used = sum(len(block.encode()) + 2 for block in [*above, *below])
     blocks = [*above, page.cells(LIMIT - used), *below]
     return "\n\n".join(block for block in blocks if block) + "\n"
@@ -69,7 +71,7 @@ class _Page:
         report = self.report
         sentences = [report.verdict, report.scope, report.smear or ""]
         title = f"## nanbisect: {self.text(report.name, WORD)}"
-        return "\n\n".join([title, *(self.text(sentence, HEAD // 3) for sentence in sentences if sentence)])
+        return "\n\n".join([title, *(self.text(sentence, LONG) for sentence in sentences if sentence)])
 
     def grid(self) -> str:
         """One mark a cell; folded when large."""
@@ -83,7 +85,7 @@ class _Page:
         columns = self.text(f"Columns: {grid.column_title}.")
         note = f"{columns} {self.text(f'Marks: {legend}.')}" if legend else columns
         head = table_head(names)
-        if len(head.encode()) > LARGE:
+        if len(head.encode()) > SMALL:
             return self.text("The grid is too wide for this page; see results.csv.")
         text = f"{head}\n{lines}\n\n{note}"
         return _folded(f"The grid of {counted(grid.cells, 'cell')}", text) if grid.cells > FOLDED_FROM else text
@@ -102,11 +104,11 @@ class _Page:
 
     def places(self) -> str:
         """Where it surfaced, in which cells."""
-        return self.items("Where it surfaced", [_place_words(place) for place in self.report.places])
+        return self.items("Where it surfaced", [_place_words(place) for place in self.report.places], MEDIUM)
 
     def cautions(self) -> str:
         """Every doubt with its advice."""
-        return self.items("Cautions", [f"{c.text} {c.advice}" for c in self.report.cautions], LARGE // 2)
+        return self.items("Cautions", [f"{c.text} {c.advice}" for c in self.report.cautions], MEDIUM)
 
     def neutral(self) -> str:
         """Settings that must not change the mathematics, silent repairs, and doubts that are no caution."""
@@ -153,7 +155,7 @@ class _Page:
 
     def next(self) -> str:
         """What to do next."""
-        return self.items("Next", [str(step) for step in self.report.next_steps], LARGE // 2)
+        return self.items("Next", [str(step) for step in self.report.next_steps])
 
     def reproduce(self) -> str:
         """The command of the run, and those of the cells that show the finding."""
@@ -163,7 +165,7 @@ class _Page:
         return f"### Reproduce\n\n{fenced(lines, 'sh')}"
 
     def _command(self, line: str) -> str:
-        return _cut(self.redact.redact(one_line(line)), LINE // 2)
+        return _cut(self.redact.redact(one_line(line)), COMMAND)
 
 
 def _pair_lines(pair: Pair) -> Iterator[str]:

@@ -17,7 +17,7 @@ MARKS = SECRET, EMAIL, ADDRESS, PATH, USER, HOST, LOGIN = (
 )  # fmt: skip
 
 # what follows a name such as --token or API_KEY: a value in quotes, or up to the next blank or quote
-_VALUE = r"""(?:<secret>|"[^"\n]+"|'[^'\n]+'|["']?[^\s"'`,;&|)\]}]+)"""
+_VALUE = r"""(?:<(?:secret|email|ip|path|user|host|login)>|"[^"\n]+"|'[^'\n]+'|["']?[^\s"'`,;&|)\]}]+)"""
 
 _TOKENS = re.compile(
     r"(?<![A-Za-z0-9_-])(?:"
@@ -37,8 +37,8 @@ _KEY_BLOCK = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z 
 _BEARER = re.compile(r"(?i)\b(bearer|authorization[\"']?\s*[:=]\s*[\"']?basic)(\s+)[A-Za-z0-9._~+/=-]{6,}")
 _LOGIN = re.compile(r"(://)[^\s/@\"'`<>]+@")
 _FLAG = re.compile(
-    r"(?i)(--(?!(?:pad|eos|bos|unk|mask|sep|cls|image|audio)[-_]token)[\w-]*(?:token|key|secret|password|passwd|credentials))"
-    rf"""(["']?(?:=|,?\s+)(?!-))({_VALUE})"""
+    r"(?i)(?<![\w-])(--(?!(?:pad|eos|bos|unk|mask|sep|cls|image|audio)[-_]token)[\w-]*(?:token|key|secret|password|passwd|credentials))"
+    rf"""(["']?(?:=|,?\s+(?!-)))({_VALUE})"""
 )
 _VARIABLE = re.compile(
     r"\b([A-Z][A-Z0-9_]*(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS)|TOKEN|SECRET|PASSWORD"
@@ -46,7 +46,7 @@ _VARIABLE = re.compile(
     rf"""(["']?\s*[=:]\s*)({_VALUE})"""
 )
 _SECRET_NAME = re.compile(r"(?i)(?:token|key|secret|password|passwd|credentials)$")
-_EMAIL = re.compile(r"(?<![\w.+-])[\w.+-]+@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*\.[A-Za-z]{2,}(?![\w-])")
+_EMAIL = re.compile(r"(?<![\w.+-])(?:[\w.+-]+@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*\.[A-Za-z]{2,})+(?![\w-])")
 _OCTET = r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
 _ADDRESS = re.compile(rf"(?<![\w.]){_OCTET}(?:\.{_OCTET}){{3}}(?![\w]|\.\d)")
 _VERSION_BEFORE = re.compile(
@@ -54,8 +54,8 @@ _VERSION_BEFORE = re.compile(
 )
 
 _NAME = r"[^\s/\"'`<>|:;,()\[\]{}=]+"
-_START = r"(?:(?<![\w.~}/])|(?<=\s-[A-Za-z]))"  # no path begins inside a word, but one may follow -I
-_QUOTED = r"(?P<quote>[\"'])(?P<inner>/[^\"'`\n<>]*/[^\"'`\n<>]+)(?P=quote)"  # may hold blanks
+_START = r"(?:(?<![\w}/])|(?<=\s-[A-Za-z]))"  # no path begins inside a word, but one may follow -I
+_QUOTED = r"(?P<quote>[\"'])(?P<inner>/[^\"'`\n<>]+)(?P=quote)"  # may hold blanks
 _PATH = rf"(?:file://|{_START}(?!(?<=:)//))(?:/+{_NAME})+/+(?P<last>{_NAME}/?)"
 
 COMMON = frozenset(
@@ -72,6 +72,7 @@ COMMON = frozenset(
 )
 """Names that are also words of nearly every report: replacing them would only hide what it says."""
 SHORTEST_NAME = 3
+MOST_PASSES = 8
 _ANY_MARK = "|".join(map(re.escape, MARKS))
 
 
@@ -94,8 +95,16 @@ class Redactor:
         return cls(off=True)
 
     def redact(self, text: str) -> str:
-        """The text without secrets, private paths and names."""
-        return text if self.off else self._names(_addresses(self._paths(_secrets(text))))
+        """The text without secrets, private paths and names.
+
+        A mark can end what hid something else (a path right after a name), so it goes on until nothing changes.
+        """
+        before = None
+        for _ in range(0 if self.off else MOST_PASSES):
+            if text == before:
+                break
+            before, text = text, self._names(_addresses(self._paths(_secrets(text))))
+        return text
 
     def redact_json(self, value: Any, name: str = "") -> Any:
         """A JSON value with every text in it redacted; all of a text whose key names a secret."""
@@ -139,8 +148,8 @@ class Redactor:
     @cached_property
     def _path_pattern(self) -> re.Pattern[str]:
         """All kinds of paths in one pattern, so that none is found in what another was turned into."""
-        words = [re.escape(word) for word in {*MARKS, *self._known.values()} if word]
-        kept = rf"(?P<kept>(?:{'|'.join(sorted(words, key=len, reverse=True))})(?:/+{_NAME})+)"
+        words = sorted({*MARKS, *self._known.values()} - {"", ".", "..", "~"}, key=len, reverse=True)
+        kept = rf"(?P<kept>(?:(?<![\w.])(?:\.\.?|~)|{'|'.join(map(re.escape, words))})(?:/+{_NAME})+)"
         known = rf"{_START}(?P<known>{'|'.join(map(re.escape, self._known)) or '(?!)'})(?![\w-]|\.\w)"
         return re.compile("|".join((kept, known, _QUOTED, _PATH)))
 
@@ -175,8 +184,8 @@ def _secrets(text: str) -> str:
 
 
 def _hidden(match: re.Match[str]) -> str:
-    """The name and its separator, without the value; a plain number is no secret."""
-    return match[0] if match[3].strip("\"'").isdigit() else f"{match[1]}{match[2]}{SECRET}"
+    """The name and its separator, without the value; a plain number is no secret, and a mark stays."""
+    return match[0] if match[3] in MARKS or match[3].strip("\"'").isdigit() else f"{match[1]}{match[2]}{SECRET}"
 
 
 def _addresses(text: str) -> str:

@@ -1,7 +1,7 @@
 """The training process: `python -m nanbisect.trainers.sft JOB.json [--check]`.
 
 Whatever happens ends as one `end` line in the diary, so that the driver never has to guess. This is
-the one broad `except` of the project.
+the one broad `except` of the project that does not raise again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nanbisect.trainers.sft.diary import Diary
 from nanbisect.trainers.sft.job import Job
-from nanbisect.trainers.sft.problems import BadInput, Unsupported
+from nanbisect.trainers.sft.problems import BadInput, Unsupported, out_of_memory
 
 
 def main(arguments: list[str]) -> int:
@@ -36,14 +36,6 @@ def main(arguments: list[str]) -> int:
         diary.write("end", how=how, text=f"{type(error).__name__}: {error}")
         return 1
     return 0
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """CUDA's and the host allocator's errors, told by class and, on the host, by torch's words."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    words = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory", "CUDA out of memory")
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from nanbisect.trainers.sft.diary import Diary
 from nanbisect.trainers.sft.job import Job
 from nanbisect.trainers.sft.problems import BadInput, Unsupported
 from nanbisect.trainers.sft.recipes.load import chosen_records, load, user_code
+from nanbisect.trainers.sft.settings import SETTINGS
 from nanbisect.trainers.sft.view import Settings, plan_of
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -40,29 +41,39 @@ def check(job: Job, diary: Diary) -> str:
 
 
 def _try_recipe(job: Job, device: torch.device, diary: Diary) -> None:
-    """Load the recipe, its records and one batch; for causal-lm the model's size too. Raises BadInput."""
+    """Load the recipe and collate every record that training will see. Raises BadInput.
+
+    For causal-lm the model's size is looked at, too.
+    """
     plan = plan_of(job)
     settings = Settings(job, plan)
     recipe = load(job.recipe)
     count = getattr(recipe, "parameter_count", None)
     if count is not None:
-        parameters = count(settings)
+        with user_code(plan.recipe, "parameter_count"):
+            parameters = int(count(settings))
         diary.write("model", parameters=parameters)
         if parameters > LARGE and device.type == "cpu" and job.device != "cpu":
             raise BadInput(
-                f"the model has {parameters / 1e9:.1f} billion parameters and this machine has no GPU that torch can use\n"
+                f"the model has {parameters / 1e9:.1f} billion parameters "
+                "and this machine has no GPU that torch can use\n"
                 "try: --device cpu to train it on the CPU all the same, or a machine with a GPU" + _srun_line()
             )
     records = chosen_records(recipe, settings, job)
+    unique = {record["id"]: record for record in records}
     with user_code(plan.recipe, "collate"):
+        for record in unique.values():
+            recipe.collate([record], settings)
         recipe.collate(records[:2], settings)
-    diary.write("data", records=len({record["id"] for record in records}), size=job.size)
+    diary.write("data", records=len(unique), size=job.size)
 
 
 def _srun_line() -> str:
-    return " (Slurm is here: srun --gres=gpu:1 nanbisect run ...)" if any(
-        Path(folder, "srun").exists() for folder in os.environ.get("PATH", "").split(os.pathsep) if folder
-    ) else ""
+    return (
+        " (Slurm is here: srun --gres=gpu:1 nanbisect run ...)"
+        if any(Path(folder, "srun").exists() for folder in os.environ.get("PATH", "").split(os.pathsep) if folder)
+        else ""
+    )
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -109,16 +120,27 @@ def _attention(level: str, job: Job, device: torch.device) -> None:
     if level in ("eager", "sdpa"):
         return None
     kernel = level.partition(":")[2]
-    precisions = (job.settings.get("precision", "bf16"),) if "precision" not in job.levels else job.levels["precision"]
-    failures = []
-    for precision in precisions:
+    failures, dtypes = [], _attention_dtypes(job)
+    for dtype in dtypes:
         try:
-            _sdpa(kernel, HALVES[precision], device)
+            _sdpa(kernel, dtype, device)
         except RuntimeError as error:
             failures.append(error)
-    if len(failures) == len(precisions):
+    if len(failures) == len(dtypes):
         raise failures[0]
     return None
+
+
+def _attention_dtypes(job: Job) -> set[torch.dtype]:
+    """What attention may be computed in: the autocast dtypes, and without autocast those of the parameters."""
+    precisions, own = _levels(job, "precision"), _levels(job, "param_dtype")
+    return {HALVES[level] for level in precisions if level != "fp32"} | {
+        HALVES[level] for level in own if "fp32" in precisions
+    }
+
+
+def _levels(job: Job, name: str) -> tuple[str, ...]:
+    return job.levels.get(name) or (job.settings.get(name, SETTINGS[name].default),)
 
 
 def _flash(device: torch.device) -> None:
@@ -135,7 +157,7 @@ def _flash(device: torch.device) -> None:
 def _sdpa(kernel: str, dtype: torch.dtype, device: torch.device) -> None:
     query = torch.randn(1, 2, 16, 32, device=device, dtype=dtype, requires_grad=True)
     with setup.forced_kernel(kernel):
-        torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True).float().sum().backward()
+        torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True).float().sum().backward()  # type: ignore[no-untyped-call]
 
 
 def _precision(level: str, job: Job, device: torch.device) -> None:
@@ -146,12 +168,12 @@ def _precision(level: str, job: Job, device: torch.device) -> None:
         loss = (weight @ weight).float().sum()
     if level == "fp16":
         loss = torch.amp.GradScaler(device.type).scale(loss)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
 
 
 def _param_dtype(level: str, job: Job, device: torch.device) -> None:
     weight = torch.randn(8, 8, device=device, dtype=HALVES[level], requires_grad=True)
-    (weight @ weight).float().sum().backward()
+    (weight @ weight).float().sum().backward()  # type: ignore[no-untyped-call]
 
 
 def _optimizer(level: str, job: Job, device: torch.device) -> None:

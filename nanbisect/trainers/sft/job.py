@@ -52,7 +52,7 @@ def size(matrix: Matrix) -> int:
 
 def global_batch(settings: Mapping[str, str]) -> int:
     """Records in an optimizer step."""
-    return value_of(settings, "batch_size") * value_of(settings, "gradient_accumulation")
+    return int(value_of(settings, "batch_size") * value_of(settings, "gradient_accumulation"))
 
 
 def value_of(settings: Mapping[str, str], name: str) -> Any:

@@ -36,7 +36,9 @@ class SftTrainer:
 
     def check(self, matrix: Matrix, *, folder: Path) -> Launch:
         """One look at this machine, the recipe, the model's configuration and the data; no probe."""
-        levels = {name: (matrix.settings.get(name, setting.default),) for name, setting in SETTINGS.items()}
+        levels: dict[str, tuple[str, ...]] = {
+            name: (matrix.settings.get(name, setting.default),) for name, setting in SETTINGS.items()
+        }
         levels |= {factor.name: factor.levels for factor in matrix.factors}
         settings = {**matrix.settings, **matrix.baseline}
         job = self._job(matrix, settings=settings, seed=int(matrix.settings.get("seed", "0")), folder=folder)
@@ -101,7 +103,10 @@ def model_path(matrix: Matrix) -> str | None:
     if path.exists():
         return str(path.resolve())
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise UsageError(f"the model {model!r} is not there: no folder {path}\ntry: --model-path DIR, or a hub id such as Qwen/Qwen3-0.6B")
+        raise UsageError(
+            f"the model {model!r} is not there: no folder {path}\n"
+            "try: --model-path DIR, or a hub id such as Qwen/Qwen3-0.6B"
+        )
     return model
 
 
@@ -111,5 +116,8 @@ def data_path(matrix: Matrix) -> str | None:
         return None
     path = Path(matrix.folder, Path(matrix.data).expanduser())
     if not path.is_file():
-        raise UsageError(f"the data file {matrix.data!r} is not there: {path}\ntry: data: in the matrix (relative to it), or --train-jsonl FILE")
+        raise UsageError(
+            f"the data file {matrix.data!r} is not there: {path}\n"
+            "try: data: in the matrix (relative to it), or --train-jsonl FILE"
+        )
     return str(path.resolve())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader
 from nanbisect.trainers.sft import losses, setup
 from nanbisect.trainers.sft.diary import Diary
 from nanbisect.trainers.sft.job import Job
-from nanbisect.trainers.sft.problems import BadInput
 from nanbisect.trainers.sft.recipes.load import Recipe, chosen_records, load, user_code
 from nanbisect.trainers.sft.view import Settings, plan_of, read_by
+
+SKIPS = 64  # steps that a GradScaler may skip: from 65536 it is at scale 1 after 16
 
 
 def train(job: Job, diary: Diary) -> str:
@@ -30,41 +31,41 @@ def train(job: Job, diary: Diary) -> str:
     set_seed(job.seed)
     accelerator = setup.accelerator_for(plan, device)
     recipe = load(job.recipe)
-    records = chosen_records(recipe, settings, job)
+    records: Any = chosen_records(recipe, settings, job)
     model = setup.build_model(recipe, settings, plan, device)
-    optimizer = setup.build_optimizer(plan, [p for p in model.parameters() if p.requires_grad])
-    loader = DataLoader(records, batch_size=plan.batch_size, collate_fn=Collate(recipe, settings, plan.recipe))  # type: ignore[arg-type]
+    optimizer: Any = setup.build_optimizer(plan, setup.trainable(model))
+    loader: Any = DataLoader(records, plan.batch_size, collate_fn=Collate(recipe, settings, plan.recipe))
     model, loader = accelerator.prepare(model, loader)
-    norm = backward_only(model) if optimizer is None else None
+    freed = FreedNorm(model) if optimizer is None else None
     optimizer = optimizer if optimizer is None else accelerator.prepare(optimizer)
     diary.write("loaded", resolved=resolved(model, plan, device))
-    steps = Steps(plan, diary)
+    steps = Steps(plan, diary, wanted=-(-len(records) // (plan.batch_size * plan.gradient_accumulation)))
 
-    wanted = -(-len(records) // (plan.batch_size * plan.gradient_accumulation))
-    while steps.taken < wanted:  # once over the records, and again for every step that a GradScaler skipped
-        for ids, shape, batch in loader:
-            with accelerator.accumulate(model):
-                diary.write("micro_batch", step=steps.number, records=ids, **shape)
-                with steps.kernel():
-                    with accelerator.autocast(), user_code(plan.recipe, "losses"):
-                        channels = recipe.losses(model, batch)
-                    loss = losses.combine(channels, steps.weights(channels), plan.loss_reduction)
-                    accelerator.backward(loss)
-                steps.saw(loss, channels, settings)
-                if not accelerator.sync_gradients:
-                    continue
-                if optimizer is None:
-                    steps.end(norm.take(), skipped=False)
-                else:
-                    grad_norm = clip(accelerator, model, plan.max_grad_norm)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    steps.end(grad_norm, skipped=optimizer.step_was_skipped)
-            if probe_found():
-                return "stopped"
-            if steps.taken == wanted:
-                break
+    for ids, shape, batch in over_and_over(loader):
+        with accelerator.accumulate(model):
+            diary.write("micro_batch", step=steps.number, records=ids, **shape)
+            with steps.kernel():
+                with accelerator.autocast(), user_code(plan.recipe, "losses"):
+                    channels = recipe.losses(model, batch)
+                accelerator.backward(steps.loss_of(channels, settings))
+            if accelerator.sync_gradients and freed is not None:
+                steps.end(freed.take(), skipped=False)
+            elif accelerator.sync_gradients:
+                norm = clip(accelerator, model, plan.max_grad_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+                steps.end(norm, skipped=optimizer.step_was_skipped)
+        if probe_found():
+            return "stopped"
+        if steps.enough:
+            break
     return "done"
+
+
+def over_and_over(loader: Iterable[Any]) -> Iterator[Any]:
+    """Once over the records is what a cell needs; again only for steps that a GradScaler skipped."""
+    while True:
+        yield from loader
 
 
 class Collate:
@@ -91,39 +92,38 @@ def shape(batch: Any) -> dict[str, Any]:
 class Steps:
     """Counts optimizer steps and writes what each computed, with one transfer to the host a step."""
 
-    def __init__(self, plan: SimpleNamespace, diary: Diary) -> None:
-        self.diary, self.plan = diary, plan
+    def __init__(self, plan: SimpleNamespace, diary: Diary, *, wanted: int) -> None:
+        self.diary, self.plan, self.wanted = diary, plan, wanted
         self.kernel = setup.attention_kernel(plan)
         self.number, self.taken = 1, 0
-        self.micro: list[tuple[torch.Tensor, Mapping[str, Any]]] = []
+        self.micro: list[losses.Combined] = []
         self.began = time.perf_counter()
 
-    def weights(self, channels: Any) -> tuple[float, ...]:
-        """One weight for each channel that the recipe returned."""
-        if not isinstance(channels, Mapping) or not channels:
-            raise BadInput("the recipe's losses() must return {channel: (summed loss, count)} with at least one channel")
-        return losses.channel_weights(self.plan.channel_weights, tuple(channels))
+    @property
+    def enough(self) -> bool:
+        """Whether the wanted steps were taken (or a GradScaler skips for ever)."""
+        return self.taken == self.wanted or self.number > self.wanted + SKIPS
 
-    def saw(self, loss: torch.Tensor, channels: losses.Channels, settings: Settings) -> None:
-        """A micro-batch went backward."""
+    def loss_of(self, channels: Any, settings: Settings) -> torch.Tensor:
+        """The micro-batch's loss from what the recipe returned. Raises BadInput."""
         if self.number == 1 and not self.micro:
             self.diary.write("recipe_read", settings=sorted(read_by(settings)))
-        parts = {name: (total.detach(), count) for name, (total, count) in channels.items()}
-        self.micro.append((loss.detach(), parts))
+        combined = losses.combine(channels, self.plan.channel_weights, self.plan.loss_reduction)
+        self.micro.append(combined)
+        return combined.loss
 
     def end(self, norm: torch.Tensor, *, skipped: bool) -> None:
         """The optimizer stepped, or its GradScaler skipped."""
-        names = [(index, name) for index, (_, parts) in enumerate(self.micro) for name in parts]
-        pairs = [self.micro[index][1][name] for index, name in names]
-        flat = [loss for loss, _ in self.micro] + [part for pair in pairs for part in pair]
-        numbers = torch.stack([torch.as_tensor(x, device=norm.device).float() for x in [norm, *flat]]).tolist()
-        values = numbers[1 + len(self.micro) :]
-        channels: list[dict[str, list[float]]] = [{} for _ in self.micro]
-        for place, (index, name) in enumerate(names):
-            channels[index][name] = values[2 * place : 2 * place + 2]
+        numbers = torch.cat([norm.detach().float().reshape(1), *[micro.numbers for micro in self.micro]]).tolist()
+        grad_norm, rest = numbers[0], iter(numbers[1:])
+        totals, channels = [], []
+        for micro in self.micro:
+            totals.append(next(rest))
+            sums = [next(rest) for _ in micro.names]
+            channels.append({name: [total, next(rest)] for name, total in zip(micro.names, sums, strict=True)})
         self.diary.write(
-            "step", step=self.number, taken=not skipped, grad_norm=numbers[0],
-            losses=numbers[1 : 1 + len(self.micro)], channels=channels, seconds=time.perf_counter() - self.began,
+            "step", step=self.number, taken=not skipped, grad_norm=grad_norm,
+            losses=totals, channels=channels, seconds=time.perf_counter() - self.began,
         )  # fmt: skip
         self.taken += not skipped
         self.number += 1
@@ -133,44 +133,42 @@ class Steps:
 def clip(accelerator: Accelerator, model: torch.nn.Module, limit: float | None) -> torch.Tensor:
     """Clip to `limit`, or only measure: the total L2 norm before clipping, as a scalar tensor."""
     if limit is not None:
-        norm: torch.Tensor = accelerator.clip_grad_norm_(model.parameters(), limit)
-        return norm
+        clipped: torch.Tensor = accelerator.clip_grad_norm_(model.parameters(), limit)
+        return clipped
     accelerator.unscale_gradients()
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad.float()) for grad in grads]))
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
 class FreedNorm:
-    """The norm of gradients that are freed as they arrive (of the last micro-batch each)."""
+    """No optimizer: every gradient is measured and freed as it arrives.
 
-    def __init__(self) -> None:
+    The norm is the root of the sum of all squares that arrived. That is the gradient's norm for one
+    micro-batch without reentrant checkpointing; else parts that would have been added are squared apart.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
         self.squares: list[torch.Tensor] = []
+        probe = sys.modules.get("_nanbisect_probe")
+        if probe is not None:
+            probe.backward_only()
+        for parameter in setup.trainable(model):
+            parameter.register_post_accumulate_grad_hook(self.arrived)  # type: ignore[no-untyped-call]
 
     def take(self) -> torch.Tensor:
-        """The total L2 norm since the last call."""
+        """The norm since the last call."""
         probe = sys.modules.get("_nanbisect_probe")
         if probe is not None:
             probe.end_of_step()
         squares, self.squares = self.squares, []
-        return torch.stack(squares).sum().sqrt()
+        return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
 
     def arrived(self, parameter: torch.Tensor) -> None:
         """Take the gradient's square and drop it."""
-        assert parameter.grad is not None
-        self.squares.append(torch.linalg.vector_norm(parameter.grad.float()).square())
-        parameter.grad = None
-
-
-def backward_only(model: torch.nn.Module) -> FreedNorm:
-    """No optimizer: every gradient is measured and freed as it arrives."""
-    norm = FreedNorm()
-    probe = sys.modules.get("_nanbisect_probe")
-    if probe is not None:
-        probe.backward_only()
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(norm.arrived)
-    return norm
+        if parameter.grad is not None:
+            self.squares.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32).square())
+            parameter.grad = None
 
 
 def probe_found() -> bool:
@@ -185,12 +183,12 @@ def resolved(model: torch.nn.Module, plan: SimpleNamespace, device: torch.device
     for parameter in model.parameters():
         name = str(parameter.dtype).removeprefix("torch.")
         dtypes[name] = dtypes.get(name, 0) + 1
-    config = getattr(model, "config", None)
+    chosen = getattr(getattr(model, "config", None), "_attn_implementation", None)
     return {
         **vars(plan),
         "device": str(device),
         "model_class": type(model).__name__,
-        "attention_class": getattr(config, "_attn_implementation", None),
+        "attention_class": chosen if isinstance(chosen, str) else None,  # a user's config may hold anything
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "parameter_dtypes": dtypes,
         "threads": torch.get_num_threads(),

@@ -83,30 +83,54 @@ def weights(text: str) -> tuple[float, ...] | None:
 SETTINGS: Mapping[str, Setting] = {
     setting.name: setting
     for setting in (
-        Setting("attention", "attention implementation and kernel", choice(*ATTENTION), "sdpa", ATTENTION, neutral=True),
         Setting(
-            "gradient_checkpointing", "recompute activations in backward; on is non-reentrant",
-            choice("off", "on", "reentrant"), "off", ("off", "on", "reentrant"), neutral=True,
+            "attention", "attention implementation and kernel", choice(*ATTENTION), "sdpa", ATTENTION, neutral=True
+        ),
+        Setting(
+            "gradient_checkpointing",
+            "recompute activations in backward; on is non-reentrant",
+            choice("off", "on", "reentrant"),
+            "off",
+            ("off", "on", "reentrant"),
+            neutral=True,
         ),
         Setting("batch_size", "records in a micro-batch", integer(1), "1"),
         Setting("gradient_accumulation", "micro-batches in an optimizer step", integer(1), "1", neutral=True),
         Setting("channel_weights", "weight of each channel's loss", weights, "none"),
         Setting(
-            "loss_reduction", "how channels and tokens are averaged",
-            choice("mean_per_channel", "token_weighted"), "mean_per_channel", ("mean_per_channel", "token_weighted"),
+            "loss_reduction",
+            "how channels and tokens are averaged",
+            choice("mean_per_channel", "token_weighted"),
+            "mean_per_channel",
+            ("mean_per_channel", "token_weighted"),
         ),
-        Setting("precision", "autocast dtype; fp16 brings a GradScaler, fp32 means no autocast", choice(*PRECISIONS), "bf16", PRECISIONS),
+        Setting(
+            "precision",
+            "autocast; fp16 with a GradScaler, fp32 is none",
+            choice(*PRECISIONS),
+            "bf16",
+            PRECISIONS,
+        ),
         Setting("param_dtype", "dtype of the parameters", choice(*PRECISIONS), "fp32", PRECISIONS),
         Setting("padding_side", "where short records are padded", choice("right", "left"), "right", ("right", "left")),
         Setting("max_length", "longest record in tokens; longer ones are cut", optional(integer(2)), "none"),
-        Setting("optimizer", "none: backward only, each gradient freed as it arrives", choice(*OPTIMIZERS), "adamw", OPTIMIZERS),
+        Setting(
+            "optimizer",
+            "none: backward only, each gradient freed as it arrives",
+            choice(*OPTIMIZERS),
+            "adamw",
+            OPTIMIZERS,
+        ),
         Setting("learning_rate", "constant over the steps", real(0), "2e-5"),
         Setting("adam_eps", "added to AdamW's denominator", real(0), "1e-8"),
         Setting("weight_decay", "decoupled for AdamW", real(0), "0"),
         Setting("max_grad_norm", "clip the gradient norm; none: only measure it", optional(real(0, above=True)), "1"),
         Setting(
-            "deterministic", "deterministic kernels; fill also sets fresh memory to NaN",
-            choice("off", "kernels", "kernels+fill"), "off", ("off", "kernels", "kernels+fill"),
+            "deterministic",
+            "deterministic kernels; fill also sets fresh memory to NaN",
+            choice("off", "kernels", "kernels+fill"),
+            "off",
+            ("off", "kernels", "kernels+fill"),
         ),
         Setting("seed", "seed of attempt 1", integer(0), "0"),
     )
@@ -134,6 +158,8 @@ def check(matrix: Matrix) -> Sequence[tuple[str, str, str]]:
         problems.append(("recipe", "trainer sft needs a recipe", mend))
     if matrix.gpus_per_cell != 1:
         problems.append(("gpus_per_cell", "trainer sft trains on one GPU", "leave it out"))
+    if matrix.factor("seed"):
+        problems.append(("factors.seed", "a seed is no level: attempt k uses seed + k - 1 in every cell", "repeat: 3"))
     if matrix.recipe == "causal-lm" and (where := _where(matrix, "channel_weights")):
         mend = "remove it, or write a recipe that returns one loss a channel"
         problems.append((where, "the causal-lm recipe has one channel, text, so there is nothing to weigh", mend))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from nanbisect.trainers.sft.problems import BadInput, Unsupported
+from nanbisect.trainers.sft.problems import BadInput, Unsupported, first_line
 from nanbisect.trainers.sft.recipes.load import Recipe, user_code
 from nanbisect.trainers.sft.view import Settings, read_by
 
@@ -18,6 +18,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MIXED = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}
 REENTRANT = {"on": False, "reentrant": True}
 KERNELS = {"math": "MATH", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "adamw": {"foreach": False},
+    "adamw_foreach": {"foreach": True},
+    "adamw_fused": {"fused": True},
+}
 
 
 def device_of(wanted: str) -> torch.device:
@@ -32,11 +37,14 @@ def accelerator_for(plan: SimpleNamespace, device: torch.device) -> Accelerator:
     """Accelerate with the wanted autocast and accumulation.
 
     Accelerate trains in full precision, silently, when fp16 is asked for on a CPU. torch can do it, so
-    autocast and a GradScaler are switched on there by hand.
+    autocast and a GradScaler are switched on there by hand. Without an optimizer nobody would lower the
+    scale, and an overflow that a scaler hides would pass for one that it absorbs: so none there.
     """
-    if plan.precision == "fp16" and plan.param_dtype == "fp16":
-        levels = {"precision": "fp16", "param_dtype": "fp16"}
-        raise Unsupported("a GradScaler can't unscale fp16 gradients (use param_dtype fp32, or precision fp32 for pure fp16)", levels)
+    if plan.precision == "fp16" and plan.param_dtype == "fp16" and plan.optimizer != "none":
+        raise Unsupported(
+            "a GradScaler can't unscale fp16 gradients (use param_dtype fp32, or precision fp32 for pure fp16)",
+            {"precision": "fp16", "param_dtype": "fp16"},
+        )
     accelerator = Accelerator(
         mixed_precision=MIXED[plan.precision],
         gradient_accumulation_steps=plan.gradient_accumulation,
@@ -45,35 +53,57 @@ def accelerator_for(plan: SimpleNamespace, device: torch.device) -> Accelerator:
     if plan.precision == "fp16" and device.type == "cpu":
         accelerator.native_amp = True
         accelerator.scaler = torch.amp.GradScaler("cpu")
+    if plan.optimizer == "none":
+        accelerator.scaler = None
     return accelerator
 
 
 def determinism(level: str) -> None:
     """Deterministic kernels; and fresh memory filled with NaN or not. Two things, so two levels."""
     torch.use_deterministic_algorithms(level != "off", warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = level == "kernels+fill"
+    switches: Any = torch.utils.deterministic
+    switches.fill_uninitialized_memory = level == "kernels+fill"
 
 
 def build_model(recipe: Recipe, settings: Settings, plan: SimpleNamespace, device: torch.device) -> torch.nn.Module:
-    """The recipe's model on the device, in the wanted dtype, training, with checkpointing if it knows how."""
+    """The recipe's model on the device, in the wanted dtype, training, with checkpointing if it knows how.
+
+    A recipe that reads `param_dtype` or `gradient_checkpointing` has seen to it: transformers loads a
+    model in a dtype and keeps some buffers in fp32, which a cast of the whole module would round.
+    """
     with user_code(plan.recipe, "model"):
         model = recipe.model(settings)
     if not isinstance(model, torch.nn.Module):
-        raise BadInput(f"the recipe's model() returned {type(model).__name__}, not a torch.nn.Module")
-    level = plan.gradient_checkpointing
-    if level != "off" and "gradient_checkpointing" not in read_by(settings):
-        enable_checkpointing(model, reentrant=REENTRANT[level])
-    return model.to(device=device, dtype=DTYPES[plan.param_dtype]).train()
+        raise BadInput(
+            f"the recipe's model() returned {type(model).__name__}, not a torch.nn.Module\ntry: return the model"
+        )
+    if not trainable(model):
+        raise BadInput("the recipe's model has no parameter to train\ntry: requires_grad=True for at least one")
+    read, level = read_by(settings), plan.gradient_checkpointing
+    if level != "off" and "gradient_checkpointing" not in read:
+        enable_checkpointing(model, level)
+    dtype = None if "param_dtype" in read else DTYPES[plan.param_dtype]
+    return model.to(device=device, dtype=dtype).train()
 
 
-def enable_checkpointing(model: torch.nn.Module, *, reentrant: bool) -> None:
+def trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters that want a gradient."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def enable_checkpointing(model: torch.nn.Module, level: str) -> None:
     """transformers' own switch. Raises Unsupported for a model that has none."""
-    switch = getattr(model, "gradient_checkpointing_enable", None)
+    switch: Any = getattr(model, "gradient_checkpointing_enable", None)
     if switch is None:
         raise Unsupported(
-            "the recipe neither reads settings.gradient_checkpointing nor returns a model with gradient_checkpointing_enable()"
+            "the recipe neither reads settings.gradient_checkpointing "
+            "nor returns a model with gradient_checkpointing_enable()",
+            {"gradient_checkpointing": level},
         )
-    switch(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    try:
+        switch(gradient_checkpointing_kwargs={"use_reentrant": REENTRANT[level]})
+    except ValueError as error:
+        raise Unsupported(first_line(error), {"gradient_checkpointing": level}) from error
 
 
 def build_optimizer(plan: SimpleNamespace, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer | None:
@@ -83,9 +113,8 @@ def build_optimizer(plan: SimpleNamespace, parameters: list[torch.nn.Parameter])
         return None
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=plan.learning_rate, weight_decay=plan.weight_decay)
-    variant: Mapping[str, Any] = {"adamw_foreach": {"foreach": True}, "adamw_fused": {"fused": True}}.get(name, {"foreach": False})
     common = {"lr": plan.learning_rate, "eps": plan.adam_eps, "weight_decay": plan.weight_decay}
-    return torch.optim.AdamW(parameters, **common, **variant)
+    return torch.optim.AdamW(parameters, **common, **VARIANTS[name])
 
 
 def attention_kernel(plan: SimpleNamespace) -> Callable[[], AbstractContextManager[None]]:

@@ -12,19 +12,21 @@ from typing import Any
 
 from nanbisect.trainers.sft import settings as table
 from nanbisect.trainers.sft.job import Job
+from nanbisect.trainers.sft.problems import BadInput
 
 
 def plan_of(job: Job) -> SimpleNamespace:
     """Every setting's value by name, and `recipe`, the recipe's short name.
 
-    `attention` is eager, sdpa or flash; a forced SDPA kernel stands in `attention_kernel`.
+    `attention` is eager, sdpa or flash; a forced SDPA kernel stands in `attention_kernel`. Raises BadInput.
     """
-    values = table.parse(job.settings)
+    try:
+        values = table.parse(job.settings)
+    except ValueError as error:
+        raise BadInput(str(error)) from error
     attention, _, kernel = values.pop("attention").partition(":")
     values["seed"] = job.seed
-    return SimpleNamespace(
-        **values, attention=attention, attention_kernel=kernel or None, recipe=Path(job.recipe).name
-    )
+    return SimpleNamespace(**values, attention=attention, attention_kernel=kernel or None, recipe=Path(job.recipe).name)
 
 
 class Settings(Mapping[str, Any]):
@@ -51,6 +53,9 @@ class Settings(Mapping[str, Any]):
         value = self._values[name]
         self._read.add(name)
         return value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values  # to ask whether there is one is not to read it
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)

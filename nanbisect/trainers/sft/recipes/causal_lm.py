@@ -2,17 +2,22 @@
 
 A record is one of
     {"messages": [{"role": ..., "content": ...}, ...]}     labels on the assistant's turns only
-    {"prompt": "...", "completion": "..."}                 labels on the completion only
-    {"text": "..."}                                        labels on everything
+    {"prompt": "...", "completion": "..."}                 labels on the completion and the end
+    {"text": "..."}                                        labels on everything and the end
     {"input_ids": [...], "labels": [...]}                  as they are; -100 is ignored
-with an optional `id` (else its line number). There is one channel, `text`.
+with an optional `id` (else its line number). There is one channel, `text`. Turns and completions are
+tokenised together with what precedes them, as in training scripts; a token that straddles the
+boundary carries a label. Tokenising waits for `collate`, so that a record nobody chose can't fail.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,69 +25,93 @@ import torch
 import transformers
 from torch.nn import functional
 
-from nanbisect.trainers.sft.problems import BadInput, Unsupported
-from nanbisect.trainers.sft.recipes import jsonl
+from nanbisect.trainers.sft.problems import BadInput, Unsupported, first_line, out_of_memory
+from nanbisect.trainers.sft.recipes import hub, jsonl
 from nanbisect.trainers.sft.view import Settings
 
 IGNORED = -100
 IMPLEMENTATIONS = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-KINDS = ("messages", "prompt", "text", "input_ids")
+NO_ATTENTION = re.compile(r"attn_implementation|flash.?att|does not support .*attention implementation", re.IGNORECASE)
 Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A record's tokens and labels, of the same length."""
+
+    ids: list[int]
+    labels: list[int]
+
+    def cut(self, limit: int | None) -> Tokens:
+        """The first `limit` tokens."""
+        return Tokens(self.ids[:limit], self.labels[:limit])
+
+    def closed(self, end: int | None) -> Tokens:
+        """With exactly one end token, labelled (some tokenizers add it themselves)."""
+        if end is None:
+            return self
+        there = self.ids[-1:] == [end]
+        before = self.cut(-1) if there else self
+        return Tokens([*before.ids, end], [*before.labels, end])
 
 
 def model(settings: Settings) -> torch.nn.Module:
     """The pretrained model with the wanted attention and parameter dtype."""
-    attention = settings.attention
+    attention, kernel, name = settings.attention, settings.attention_kernel, _model_name(settings)
     dtype_name = "dtype" if _version() >= (4, 56) else "torch_dtype"
+    wanted = {"attn_implementation": IMPLEMENTATIONS[attention], dtype_name: DTYPES[settings.param_dtype]}
     try:
         loaded: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
-            _model_name(settings),
-            attn_implementation=IMPLEMENTATIONS[attention],
-            trust_remote_code=settings.trust_remote_code,
-            **{dtype_name: DTYPES[settings.param_dtype]},
+            name, **wanted, **hub.options(name, trust=settings.trust_remote_code)
         )
-    except (ImportError, ValueError) as error:
-        if "attention" in str(error).lower() or "attn" in str(error).lower():
-            raise Unsupported(_first_line(error), {"attention": attention}) from error
-        raise BadInput(f"the model {settings.model} can't be loaded: {_first_line(error)}") from error
-    except OSError as error:
-        raise BadInput(_not_found(settings.model, error)) from error
+    except Exception as error:  # transformers, safetensors and remote code raise anything
+        if out_of_memory(error):
+            raise
+        if isinstance(error, (ImportError, ValueError)) and NO_ATTENTION.search(str(error)):
+            level = f"{attention}:{kernel}" if kernel else attention
+            raise Unsupported(first_line(error), {"attention": level}) from error
+        raise BadInput(hub.not_found(name, error)) from error
     return loaded
 
 
 def parameter_count(settings: Settings) -> int:
     """Parameters of the model, from its configuration alone; nothing is loaded."""
-    config = _config(settings)
-    with torch.device("meta"):
-        empty = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code)
+    name = _model_name(settings)
+    config = _config(name, settings.trust_remote_code)
+    try:
+        with torch.device("meta"):
+            empty = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code)
+    except Exception as error:  # a class that is no causal language model, a config with a value it can't use
+        raise BadInput(hub.not_found(name, error)) from error
     return sum(parameter.numel() for parameter in empty.parameters())
 
 
 def records(settings: Settings) -> Iterator[Record]:
-    """Tokenised records: id, input_ids, labels (lists of the same length)."""
+    """The lines as they are: id, raw, and where each stands."""
     if settings.data is None:
         raise BadInput("no data\ntry: data: in the matrix, or --train-jsonl FILE")
-    for number, raw in jsonl.read(Path(settings.data)):
-        identifier = str(raw.get("id", number))
-        where = f"record {identifier} ({Path(settings.data).name}:{number})"
-        yield {"id": identifier, **_tokens(raw, where, settings)}
+    path = Path(settings.data)
+    for number, raw in jsonl.read(path):
+        identifier = str(number if raw.get("id") is None else raw["id"])
+        yield {"id": identifier, "raw": raw, "where": f"record {identifier} ({path.name}:{number})"}
 
 
-def collate(records: list[Record], settings: Settings) -> dict[str, torch.Tensor]:
+def collate(records: Sequence[Record], settings: Settings) -> dict[str, torch.Tensor]:
     """Pad to the longest record: input_ids, attention_mask, labels, each [batch, length]; position_ids if left."""
-    length = max(len(record["input_ids"]) for record in records)
+    rows = [tokens_of(record, settings) for record in records]
+    length = max(len(row.ids) for row in rows)
     left = settings.padding_side == "left"
 
     def padded(values: list[int], filler: int) -> list[int]:
         pad = [filler] * (length - len(values))
         return pad + values if left else values + pad
 
-    pad_id = _pad_id(settings)
+    pad_id = _pad_id(_model_name(settings), settings.trust_remote_code)
     batch = {
-        "input_ids": torch.tensor([padded(record["input_ids"], pad_id) for record in records]),
-        "attention_mask": torch.tensor([padded([1] * len(record["input_ids"]), 0) for record in records]),
-        "labels": torch.tensor([padded(record["labels"], IGNORED) for record in records]),
+        "input_ids": torch.tensor([padded(row.ids, pad_id) for row in rows]),
+        "attention_mask": torch.tensor([padded([1] * len(row.ids), 0) for row in rows]),
+        "labels": torch.tensor([padded(row.labels, IGNORED) for row in rows]),
     }
     if left:
         batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
@@ -105,61 +134,97 @@ def _takes(model: torch.nn.Module, name: str) -> bool:
     return name in parameters or (any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and name != "position_ids")
 
 
-def _tokens(raw: Mapping[str, Any], where: str, settings: Settings) -> dict[str, list[int]]:
+# one record ------------------------------------------------------------------------------------
+
+
+def tokens_of(record: Record, settings: Settings) -> Tokens:
+    """A record's tokens, cut to `max_length`. Raises BadInput naming the record."""
+    raw, where = record["raw"], record["where"]
     kind = next((kind for kind in KINDS if kind in raw), None)
     if kind is None:
-        raise BadInput(f"{where} has none of messages, prompt and completion, text, input_ids\ntry: one of these keys in every record")
-    pieces = PIECES[kind](raw, where, settings)
-    ids = [token for tokens, _ in pieces for token in tokens]
-    labels = [label for tokens, kept in pieces for label in (kept if isinstance(kept, list) else tokens if kept else [IGNORED] * len(tokens))]
+        raise BadInput(
+            f"{where} has none of messages, prompt and completion, text, input_ids\n"
+            "try: one of these keys in every record"
+        )
     limit = settings.max_length
-    ids, labels = ids[:limit], labels[:limit]
-    if all(label == IGNORED for label in labels[1:]):
+    tokens = KINDS[kind](raw, where, settings).cut(limit)
+    if all(label == IGNORED for label in tokens.labels[1:]):
         cut = f" within max_length {limit}" if limit else ""
         raise BadInput(
-            f"{where} has no label to learn from{cut}: the mean of its loss would be 0/0, which is NaN in many trainers\n"
+            f"{where} has no label to learn from{cut}: the mean of its loss would be 0/0, "
+            "which is NaN in many trainers\n"
             "try: a longer max_length, skip_records, or mend the record"
         )
-    return {"input_ids": ids, "labels": labels}
+    _check_range(tokens, where, settings)
+    return tokens
 
 
-def _from_ids(raw: Mapping[str, Any], where: str, settings: Settings) -> list[tuple[list[int], Any]]:
+def _check_range(tokens: Tokens, where: str, settings: Settings) -> None:
+    """Ids and positions that the model has; on a GPU another one would end the process, not raise."""
+    vocabulary, positions = _limits(_config(_model_name(settings), settings.trust_remote_code))
+    used = [*tokens.ids, *(label for label in tokens.labels if label != IGNORED)]
+    wrong = next((token for token in used if token < 0 or (vocabulary and token >= vocabulary)), None)
+    if wrong is not None:
+        raise BadInput(
+            f"{where} has the token {wrong}, and the model's vocabulary has {vocabulary}\n"
+            "try: the tokenizer that belongs to the model, or a model whose embeddings were resized"
+        )
+    if positions and len(tokens.ids) > positions:
+        raise BadInput(
+            f"{where} has {len(tokens.ids)} tokens, and the model has {positions} positions\n"
+            f"try: max_length: {positions}"
+        )
+
+
+def _limits(config: Any) -> tuple[int | None, int | None]:
+    """(vocabulary, positions) of a model; positions only where they are a learned table."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    rotary = any("rope" in key or "rotary" in key for key in text.to_dict())
+    positions = None if rotary else getattr(text, "max_position_embeddings", None)
+    return getattr(text, "vocab_size", None), positions
+
+
+def _from_ids(raw: Mapping[str, Any], where: str, settings: Settings) -> Tokens:
     ids, labels = raw["input_ids"], raw.get("labels")
     labels = ids if labels is None else labels
     lists = isinstance(ids, list) and isinstance(labels, list)
-    if not lists or len(ids) != len(labels) or not all(isinstance(token, int) for token in [*ids, *labels]):
-        raise BadInput(f"{where}: input_ids and labels must be lists of whole numbers of the same length")
-    return [(ids, list(labels))]
+    if not lists or len(ids) != len(labels) or not all(type(token) is int for token in [*ids, *labels]):
+        raise BadInput(
+            f"{where}: input_ids and labels must be lists of whole numbers of the same length\n"
+            "try: one label an id, -100 where there is nothing to learn"
+        )
+    return Tokens(list(ids), list(labels))
 
 
-def _from_text(raw: Mapping[str, Any], where: str, settings: Settings) -> list[tuple[list[int], Any]]:
+def _from_text(raw: Mapping[str, Any], where: str, settings: Settings) -> Tokens:
     tokenizer = _tokenizer(settings)
-    return [(tokenizer(_text(raw, "text", where))["input_ids"] + _end(tokenizer), True)]
+    ids = tokenizer(_text(raw, "text", where))["input_ids"]
+    return Tokens(ids, list(ids)).closed(tokenizer.eos_token_id)
 
 
-def _from_completion(raw: Mapping[str, Any], where: str, settings: Settings) -> list[tuple[list[int], Any]]:
+def _from_completion(raw: Mapping[str, Any], where: str, settings: Settings) -> Tokens:
     tokenizer = _tokenizer(settings)
-    completion = tokenizer(_text(raw, "completion", where), add_special_tokens=False)["input_ids"]
-    return [(tokenizer(_text(raw, "prompt", where))["input_ids"], False), (completion + _end(tokenizer), True)]
+    prompt, completion = _text(raw, "prompt", where), _text(raw, "completion", where)
+    whole = prompt + completion
+    return _labelled(tokenizer, whole, [(len(prompt), len(whole))], special=True).closed(tokenizer.eos_token_id)
 
 
-def _from_messages(raw: Mapping[str, Any], where: str, settings: Settings) -> list[tuple[list[int], Any]]:
-    """The chat template's text cut into prompts and answers: an answer is what one more turn adds."""
+def _from_messages(raw: Mapping[str, Any], where: str, settings: Settings) -> Tokens:
+    """The chat template's text; an answer is what one more turn adds to it."""
     tokenizer, messages = _tokenizer(settings), raw["messages"]
     if not tokenizer.chat_template:
         raise BadInput(f"{where} is a chat, but the tokenizer has no chat template\ntry: prompt/completion records")
     if not isinstance(messages, list) or not any(_role(message) == "assistant" for message in messages):
-        raise BadInput(f"{where}: messages must be a list with at least one assistant turn")
-    pieces, done = [], 0
-    whole = _rendered(tokenizer, messages, where, prompt=False)
+        raise BadInput(
+            f"{where}: messages must be a list with at least one assistant turn\n"
+            'try: {"role": "assistant", "content": "..."} as its last'
+        )
+    whole, answers = _rendered(tokenizer, messages, where, prompt=False), []
     for index, message in enumerate(messages):
         if _role(message) == "assistant":
             start = _prefix(tokenizer, messages[:index], whole, where, prompt=True)
-            stop = _prefix(tokenizer, messages[: index + 1], whole, where, prompt=False)
-            pieces += [(whole[done:start], False), (whole[start:stop], True)]
-            done = stop
-    pieces.append((whole[done:], False))
-    return [(tokenizer(text, add_special_tokens=False)["input_ids"], kept) for text, kept in pieces if text]
+            answers.append((start, _prefix(tokenizer, messages[: index + 1], whole, where, prompt=False)))
+    return _labelled(tokenizer, whole, answers, special=False)
 
 
 def _prefix(tokenizer: Any, messages: list[Any], whole: str, where: str, *, prompt: bool) -> int:
@@ -167,7 +232,8 @@ def _prefix(tokenizer: Any, messages: list[Any], whole: str, where: str, *, prom
     text = _rendered(tokenizer, messages, where, prompt=prompt)
     if not whole.startswith(text):
         raise BadInput(
-            f"{where}: the chat template changes earlier turns, so the answers can't be told from the prompts\n"
+            f"{where}: the chat template writes the first {len(messages)} turns differently when more follow, "
+            "so the answers can't be told from the prompts\n"
             "try: one answer a record, prompt/completion records, or input_ids with labels"
         )
     return len(text)
@@ -177,14 +243,17 @@ def _rendered(tokenizer: Any, messages: list[Any], where: str, *, prompt: bool) 
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
     except Exception as error:  # a template is a program: anything may come
-        raise BadInput(f"{where}: the chat template refused it: {_first_line(error)}") from error
+        raise BadInput(
+            f"{where}: the chat template refused it: {first_line(error)}\n"
+            "try: roles and an order that the template takes (many take no system turn), or prompt/completion records"
+        ) from error
 
 
 def _role(message: Any) -> str | None:
     return message.get("role") if isinstance(message, Mapping) else None
 
 
-PIECES = {"input_ids": _from_ids, "text": _from_text, "prompt": _from_completion, "messages": _from_messages}
+KINDS = {"messages": _from_messages, "prompt": _from_completion, "text": _from_text, "input_ids": _from_ids}
 
 
 def _text(raw: Mapping[str, Any], key: str, where: str) -> str:
@@ -194,17 +263,36 @@ def _text(raw: Mapping[str, Any], key: str, where: str) -> str:
     return text
 
 
-def _end(tokenizer: Any) -> list[int]:
-    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+# tokens and labels -----------------------------------------------------------------------------
 
 
-def _pad_id(settings: Settings) -> int:
-    try:
-        tokenizer = _tokenizer(settings)
-    except BadInput:
-        return 0  # tokens came ready-made; padding is masked and ignored
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    return int(pad or 0)
+def _labelled(tokenizer: Any, text: str, spans: Sequence[tuple[int, int]], *, special: bool) -> Tokens:
+    """The text's tokens, with labels on those that hold a character of a span."""
+    if not getattr(tokenizer, "is_fast", False):
+        return _piecewise(tokenizer, text, spans, special=special)
+    encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+    ids, labels = encoded["input_ids"], []
+    for token, (start, stop) in zip(ids, encoded["offset_mapping"], strict=True):
+        kept = any(start < last and stop > first for first, last in spans) and start < stop
+        labels.append(token if kept else IGNORED)
+    return Tokens(ids, labels)
+
+
+def _piecewise(tokenizer: Any, text: str, spans: Sequence[tuple[int, int]], *, special: bool) -> Tokens:
+    """For tokenizers without offsets: each side of a boundary by itself."""
+    ids: list[int] = []
+    labels: list[int] = []
+    ends = sorted({0, len(text), *(end for span in spans for end in span)})
+    for first, last in itertools.pairwise(ends):
+        piece = tokenizer(text[first:last], add_special_tokens=special and first == 0)["input_ids"]
+        if special and first == 0 and piece[-1:] == [tokenizer.eos_token_id]:
+            piece = piece[:-1]
+        ids += piece
+        labels += piece if (first, last) in spans else [IGNORED] * len(piece)
+    return Tokens(ids, labels)
+
+
+# what belongs to the model ---------------------------------------------------------------------
 
 
 def _tokenizer(settings: Settings) -> Any:
@@ -214,35 +302,37 @@ def _tokenizer(settings: Settings) -> Any:
 @functools.lru_cache(maxsize=1)
 def _cached_tokenizer(name: str, trust: bool) -> Any:
     try:
-        return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
-    except (OSError, ValueError, ImportError) as error:
-        raise BadInput(f"no tokenizer in {name}: {_first_line(error)}\ntry: save the tokenizer beside the model") from error
+        return transformers.AutoTokenizer.from_pretrained(name, **hub.options(name, trust=trust))
+    except Exception as error:  # a broken tokenizer file raises anything
+        raise BadInput(
+            f"no tokenizer in {name}: {first_line(error)}\n"
+            "try: save the tokenizer beside the model, or give records with input_ids and labels"
+        ) from error
 
 
-def _config(settings: Settings) -> Any:
+@functools.lru_cache(maxsize=1)
+def _pad_id(name: str, trust: bool) -> int:
+    """What the model pads or else ends with; 0 if it says neither. It is masked and ignored."""
+    config = _config(name, trust)
+    pad: Any = getattr(config, "pad_token_id", None)
+    pad = getattr(config, "eos_token_id", None) if pad is None else pad
+    vocabulary, _ = _limits(config)
+    usable = type(pad) is int and pad >= 0 and (vocabulary is None or pad < vocabulary)
+    return pad if usable else 0
+
+
+@functools.lru_cache(maxsize=1)
+def _config(name: str, trust: bool) -> Any:
     try:
-        return transformers.AutoConfig.from_pretrained(_model_name(settings), trust_remote_code=settings.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise BadInput(_not_found(settings.model, error)) from error
+        return transformers.AutoConfig.from_pretrained(name, **hub.options(name, trust=trust))
+    except Exception as error:  # a broken or foreign config raises anything
+        raise BadInput(hub.not_found(name, error)) from error
 
 
 def _model_name(settings: Settings) -> str:
     if settings.model is None:
         raise BadInput("no model\ntry: model: in the matrix, or --model-path DIR")
     return str(settings.model)
-
-
-def _not_found(name: str, error: Exception) -> str:
-    if Path(name).is_absolute():
-        return f"no model in the folder {name}: {_first_line(error)}\ntry: a folder that `save_pretrained` wrote (config.json and weights)"
-    return (
-        f"the model {name} could not be had from the hub: {_first_line(error)}\n"
-        "try: --model-path with a local folder; HF_ENDPOINT for a mirror; HF_HUB_OFFLINE=1 if it is in the cache"
-    )
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _version() -> tuple[int, int]:

@@ -1,0 +1,5 @@
+"""`python -m nanbisect` is `nanbisect`."""
+
+from nanbisect.cli import main
+
+main()

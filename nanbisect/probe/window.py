@@ -1,0 +1,132 @@
+"""Records of the step under way (window): everything from one optimizer step to the next."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any, Dict, NamedTuple
+
+import torch
+
+from .handles import Handle
+
+Entry = Dict[str, Any]  # one tensor in an event: name, value, micro_batch, uses, nan, posinf, neginf, numel
+
+
+class Flag(NamedTuple):
+    """The range of a gradient that arrived, still on its device; `use` for one use of a tied weight."""
+
+    micro: int
+    handle: Handle
+    use: str | None
+    ends: torch.Tensor
+
+
+class Loss(NamedTuple):
+    """What was handed to backward, and the same before a GradScaler where that is known; on the device."""
+
+    micro: int
+    handed: torch.Tensor
+    unscaled: torch.Tensor | None
+
+
+class LossValue(NamedTuple):
+    """A loss on the host. `kind`: nan, +inf, -inf of the unscaled value where it is known, else of the handed one."""
+
+    micro: int
+    handed: float
+    unscaled: float | None
+    kind: str | None
+
+
+class Bad(NamedTuple):
+    """A gradient that arrived non-finite."""
+
+    handle: Handle
+    entry: Entry
+
+
+class Surfaced(NamedTuple):
+    """Where a non-finite value surfaced, before it is written (or absorbed by a GradScaler)."""
+
+    phase: str
+    value: str
+    micro: int
+    bad: list[Bad]
+
+
+class Window:
+    """The step under way. `carried` and `deferred` may come from the step before: evidence on other optimizers."""
+
+    def __init__(self, step: int, carried: list[Bad] | None = None, deferred: Surfaced | None = None) -> None:
+        self.step = step
+        self.carried: list[Bad] = carried or []
+        self.deferred = deferred  # an event that a GradScaler may absorb
+        self.flags: list[Flag] = []  # not read yet
+        self.losses: list[Loss] = []  # not read yet
+        self.micro = -1
+        self.nested = 0
+        self.recomputed = 0
+        self.kernels: dict[str, int] = {}
+        self.leaves: dict[int, Handle] = {}
+        self.gradients = 0
+        self.bad: list[Bad] = []
+        self.loss_values: list[LossValue] = []
+        self.surfaced = False  # a loss or gradient of this step is written as non-finite
+        self.stepping = False  # an optimizer is at work: forwards are its closure's
+        self.stepped_inside = False  # an optimizer stepped in a hook, during backward
+        self.consumed = False  # gradients were freed as they arrived
+        self.norm: Any = None
+        self.clip: dict[str, Any] | None = None
+        self.after_clip: dict[str, Any] | None = None
+        self.norms: dict[str, float] | None = None
+        self.scale: float | None = None
+        self.began = time.perf_counter()
+
+    @property
+    def seen(self) -> bool:
+        """Whether a backward ran, or a gradient arrived, since the step before."""
+        return self.micro >= 0 or bool(self.leaves)
+
+    @property
+    def micro_batch(self) -> int:
+        """The micro-batch under way, from 0."""
+        return max(self.micro, 0)
+
+    def all_bad(self) -> list[Bad]:
+        """Bad gradients of this step and those carried over, each tensor once."""
+        return list({id(bad.handle): bad for bad in self.carried + self.bad}.values())
+
+    def take(self) -> tuple[list[Flag], list[Loss]]:
+        """What has not been read yet; it is read once."""
+        flags, losses = self.flags, self.losses
+        self.flags, self.losses = [], []
+        return flags, losses
+
+
+class Clock:
+    """The probe's own seconds: work inside work counts once, on each thread (CUDA's backward has its own)."""
+
+    def __init__(self) -> None:
+        self.local = threading.local()
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        depth = getattr(self.local, "depth", 0)
+        if depth == 0:
+            self.local.since = time.perf_counter()
+        self.local.depth = depth + 1
+
+    def __exit__(self, *_: object) -> None:
+        self.local.depth -= 1
+        if self.local.depth == 0:
+            self.seconds += time.perf_counter() - self.local.since
+
+    def take(self) -> float:
+        """Seconds since the last take, the running work included."""
+        now = time.perf_counter()
+        taken, self.seconds = self.seconds, 0.0
+        if getattr(self.local, "depth", 0):
+            taken += now - self.local.since
+            self.local.since = now
+        return taken

@@ -1,0 +1,143 @@
+"""The floors: who imports whom, what stays light, and that the probe stands alone. Read from the sources."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nanbisect
+
+PACKAGE = Path(nanbisect.__file__).parent
+HEAVY = {"torch", "transformers", "accelerate", "pandas", "matplotlib", "jinja2", "numpy"}
+TRAINING = ("trainers/sft/", "probe/")  # what runs in the training process
+FLOORS = (
+    ("errors", "matrix", "outcome", "events"),
+    (
+        *("yaml_tree", "matrix_flags", "matrix_shape", "matrix_check", "matrix_file", "matrix_schema"),
+        *("evidence", "neutrality", "combinations", "attribution", "search", "schedule", "tables", "report"),
+    ),
+    ("executors", "store", "trainers"),
+    ("run",),
+    ("console", "app", "cli", "__main__"),
+)
+NO_EFFECTS = {"os", "time", "random", "pathlib", "subprocess", "socket", "tempfile", "threading", "secrets", "shutil"}
+
+
+def modules() -> list[Path]:
+    """Every module of the package."""
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    """Path below the package, with slashes."""
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def floor_of(name: str) -> int | None:
+    """The floor of a module or package; None for the package itself and for the probe."""
+    head = name.split("/")[0].removesuffix(".py")
+    return next((index for index, floor in enumerate(FLOORS) if head in floor), None)
+
+
+def imports(path: Path, *, top_only: bool = False) -> set[str]:
+    """Absolute names of imported modules; with `top_only`, not those inside functions or TYPE_CHECKING."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = list(tree.body) if top_only else list(ast.walk(tree))
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_modules_import_only_from_their_floor_or_below(path: Path) -> None:
+    """An arrow never points up."""
+    floor = floor_of(name_of(path))
+    if floor is None:
+        return
+    for name in imports(path):
+        if name.startswith("nanbisect."):
+            other = floor_of(name.removeprefix("nanbisect.").replace(".", "/"))
+            assert other is None or other <= floor, f"{name_of(path)} imports {name} from a floor above"
+
+
+def test_every_module_has_a_floor() -> None:
+    """A new module must be placed."""
+    homeless = [name_of(path) for path in modules() if floor_of(name_of(path)) is None]
+    assert [name for name in homeless if not name.startswith("probe/")] == ["__init__.py"]
+
+
+@pytest.mark.parametrize("path", [p for p in modules() if floor_of(name_of(p)) == 1], ids=name_of)
+def test_thinking_has_no_effects(path: Path) -> None:
+    """No clock, file, environment or randomness: those are passed in."""
+    names = imports(path) - {"pathlib.PurePath"}
+    used = {name.split(".")[0] for name in names} & NO_EFFECTS
+    if "pathlib.PurePath" in imports(path):  # paths as text are no effect
+        used -= {"pathlib"} if "pathlib.Path" not in names else set()
+    assert not used, f"{name_of(path)} imports {used}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_heavy_libraries_stay_in_the_training_process(path: Path) -> None:
+    """torch and its kin are imported by trainers/sft and the probe alone; pandas where it is used."""
+    name = name_of(path)
+    if not name.startswith(TRAINING):
+        assert not {found.split(".")[0] for found in imports(path)} & {"torch", "transformers", "accelerate"}
+        assert not {found.split(".")[0] for found in imports(path, top_only=True)} & HEAVY
+
+
+@pytest.mark.parametrize("path", [p for p in modules() if name_of(p).startswith("probe/")], ids=name_of)
+def test_the_probe_is_one_folder_of_stdlib_and_torch(path: Path) -> None:
+    """It imports nothing of ours and nothing that the user's environment may lack."""
+    roots = {name.split(".")[0] for name in imports(path)}
+    assert roots <= {"torch", *sys.stdlib_module_names, "__future__"}
+
+
+def test_nothing_imports_the_probe() -> None:
+    """It is started by path."""
+    for path in modules():
+        if not name_of(path).startswith("probe/"):
+            assert not any(name.startswith("nanbisect.probe") for name in imports(path)), name_of(path)
+
+
+SNIPPET = """
+import sys
+from nanbisect.cli import app
+try:
+    app(["--help"])
+except SystemExit:
+    pass
+print("HEAVY", sorted(set(sys.modules) & {heavy}), file=sys.stderr)
+"""
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """`nanbisect --help` answers at once: no torch, transformers, accelerate, pandas, matplotlib."""
+    code = SNIPPET.replace("{heavy}", repr(HEAVY | {"rich.live", "pydantic", "yaml", "psutil"}))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Usage" in done.stdout
+    assert "HEAVY []" in done.stderr
+
+
+def test_only_the_store_and_the_writers_know_file_names() -> None:
+    """The files of a run folder are spelled where they are written, and nowhere else."""
+    owners = {"store.py", "executors/base.py", "trainers/sft/diary.py", "trainers/sft/launch.py", "probe/journal.py"}
+    for path in modules():
+        if name_of(path) in owners or name_of(path).startswith("report/"):
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        texts = [
+            n.value
+            for n in ast.walk(tree)
+            if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in docs
+        ]
+        for name in ("outcome.json", "run.json", "trainer.jsonl", "exit.json", "events."):
+            assert not any(text.startswith(name) for text in texts), f"{name_of(path)} spells {name}"
