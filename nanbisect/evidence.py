@@ -15,8 +15,18 @@ from typing import Any
 from nanbisect.outcome import Note, Outcome, Site, Smear, Status, number
 
 Line = Mapping[str, Any]
-Effect = Callable[[Mapping[str, Any]], "str | None"]
 SHOWN = 8  # parameters kept in a site
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What the settings became. `failed`: one is not what was asked for, so the cell is not what it claims to be.
+
+    `doubts`: what looks otherwise than its level's name says, but is the recipe's own affair.
+    """
+
+    failed: str | None = None
+    doubts: tuple[Note, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,10 +65,11 @@ class Evidence:
         return ends[-1] if ends else {}
 
 
-def judge(evidence: Evidence, *, attempt: int, seed: int, not_in_effect: Effect) -> Outcome:
-    """The outcome of one attempt. `not_in_effect` says which setting did not become what was requested."""
+def judge(evidence: Evidence, *, attempt: int, seed: int, effect_of: Callable[[Mapping[str, Any]], Effect]) -> Outcome:
+    """The outcome of one attempt. `effect_of` says from the resolved settings which are not as requested."""
     resolved = resolve(evidence)
-    status, reason = _status(evidence, resolved, not_in_effect)
+    effect = effect_of(resolved) if evidence.events("step") else Effect()
+    status, reason = _status(evidence, effect)
     site = _site(evidence) if status is Status.NONFINITE else None
     losses, norms = _curves(evidence)
     load, train = _times(evidence)
@@ -76,7 +87,7 @@ def judge(evidence: Evidence, *, attempt: int, seed: int, not_in_effect: Effect)
         records=_records(evidence),
         resolved=resolved,
         repairs=_repairs(evidence),
-        doubts=_doubts(evidence),
+        doubts=(*_doubts(evidence), *effect.doubts),
         seconds=evidence.ending.seconds,
         load_seconds=load,
         train_seconds=train,
@@ -93,20 +104,19 @@ def judge(evidence: Evidence, *, attempt: int, seed: int, not_in_effect: Effect)
 # the status ------------------------------------------------------------------------------------
 
 
-def _status(evidence: Evidence, resolved: Mapping[str, Any], not_in_effect: Effect) -> tuple[Status, str]:
+def _status(evidence: Evidence, effect: Effect) -> tuple[Status, str]:
     how, text = evidence.end.get("how"), str(evidence.end.get("text", ""))
     if how == "bad_input":
         return Status.FAILED, text
     if how == "unsupported":
         return Status.UNSUPPORTED, text
     event = _first_event(evidence)
-    trained = bool(evidence.events("step"))
     if event is None and (ended := _ended_badly(evidence)) is not None:
         return ended
     if event is None and (blind := _blind(evidence)) is not None:
         return blind
-    if trained and (doubt := not_in_effect(resolved)) is not None:
-        return Status.UNSUPPORTED, f"not judged, because a setting did not take effect: {doubt}"
+    if effect.failed is not None:
+        return Status.UNSUPPORTED, f"not judged, because a setting did not take effect: {effect.failed}"
     if event is not None:
         return Status.NONFINITE, _surfaced(event)
     return Status.FINITE, "every loss, gradient, parameter, buffer and optimizer state was finite"
@@ -162,6 +172,9 @@ def _blind(evidence: Evidence) -> tuple[Status, str] | None:
         )
     if not evidence.events("step"):
         return Status.NO_TRAINING, "the probe saw no backward pass"
+    steps = evidence.lines("step")
+    if steps and not any(line["taken"] for line in steps):
+        return Status.FAILED, "not judged: the GradScaler skipped every step"
     if not any(line.get("seen") for line in evidence.events("self_check")):
         return Status.FAILED, "not judged: the probe did not see the NaN that it planted itself"
     errors = evidence.events("probe_error")

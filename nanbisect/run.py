@@ -78,6 +78,8 @@ def check_machine(matrix: Matrix, trainer: Trainer, executor: Executor, occasion
 def slots_of(environment: Mapping[str, Any], occasion: Occasion) -> tuple[str, ...]:
     """One slot a GPU, inside the user's own CUDA_VISIBLE_DEVICES; on a CPU `jobs` of them."""
     if str(environment.get("device", "cpu")).startswith("cpu"):
+        if occasion.gpus is not None:
+            raise UsageError(f"--gpus {occasion.gpus}: this run is on the CPU\ntry: --jobs for cells at once on a CPU")
         return tuple(f"cpu{index}" for index in range(occasion.jobs))
     visible = [name for name in occasion.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     there = visible or [str(index) for index in range(len(environment.get("gpus", ())))]
@@ -264,7 +266,7 @@ class Driver:
             read_evidence(folder, ended),
             attempt=number,
             seed=seed,
-            not_in_effect=lambda resolved: self.trainer.not_in_effect(self.matrix, cell, resolved),
+            effect_of=lambda resolved: self.trainer.effect(self.matrix, cell, resolved),
         )
 
     def _keep(self, ended: tuple[Running, Exit], outcome: Outcome, results: dict[str, CellResult]) -> None:

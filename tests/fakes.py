@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from nanbisect.evidence import Effect
 from nanbisect.executors.base import Exit, Task
 from nanbisect.executors.scripted import Clock, Scripted, ScriptedExecutor
 from nanbisect.matrix import Cell, Factor, Matrix, Vocabulary
@@ -52,7 +53,7 @@ def diary(*steps: Mapping[str, Any], how: str | None = "done", seed: int = 0, **
     entries: list[Mapping[str, Any]] = [{"kind": "loaded", "at": 1.0, "resolved": resolved}]
     for number, step in enumerate(steps, start=1):
         entries.append({"kind": "micro_batch", "at": 1.5, "step": number, "records": [f"r{number}"]})
-        entries.append({"kind": "step", "at": 1.0 + number, "step": number, "taken": True, **step})
+        entries.append({"kind": "step", "at": 1.0 + number, "step": number, **{"taken": True, **step}})
     if how is not None:
         entries.append({"kind": "end", "at": 9.0, "how": how, **end})
     return lines(*entries)
@@ -96,9 +97,9 @@ class FakeTrainer:
         """A command that nobody runs."""
         return Launch(("check",), str(folder))
 
-    def not_in_effect(self, matrix: Matrix, cell: Cell, resolved: Mapping[str, Any]) -> str | None:
+    def effect(self, matrix: Matrix, cell: Cell, resolved: Mapping[str, Any]) -> Effect:
         """Everything took effect."""
-        return None
+        return Effect()
 
     def work(self, matrix: Matrix, cell: Cell) -> tuple[float, float]:
         """Four micro-batches over eight records."""

@@ -95,53 +95,37 @@ def test_mended_attention_does_not_reproduce(demo: Path) -> None:
     assert "not reproduced" in done.out
 
 
-def test_the_fault_moved_to_the_other_branch_moves_the_cause(demo: Path) -> None:
-    """No code path of nanbisect knows the demo: the same fault in sdpa's branch is found there."""
-    change(
-        demo,
-        "return functional.scaled_dot_product_attention(query, key, value, attn_mask=allowed)",
-        "return broken(query, key, value, allowed)",
-    )
-    change(demo, "def eager(query, key, value, allowed):", "def broken(query, key, value, allowed):")
-    mended = """
+MENDED = """
 def eager(query, key, value, allowed):
     scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
     return scores.masked_fill(~allowed, -1e4).softmax(dim=-1).to(value.dtype) @ value
 
 
 def sdpa(query, key, value, allowed):"""
-    change(demo, "\ndef sdpa(query, key, value, allowed):", mended)
-    done = run(
-        demo, "--set", "gradient_checkpointing=off", "--set", "channel_weights=1,8", "--factor", "attention=eager|sdpa"
-    )
-    # the branch no longer shows an SDPA node, so nanbisect can't tell that `sdpa` took effect: such cells are not judged
-    assert done.code == 3
-    assert "did not take effect" in (demo / "out" / "report.md").read_text()
+SDPA = "return functional.scaled_dot_product_attention(query, key, value, attn_mask=allowed)"
+SWAPPED = (
+    "--set", "gradient_checkpointing=off", "--set", "channel_weights=1,8", "--factor", "attention=eager|sdpa",
+)  # fmt: skip
 
 
-def test_the_fault_beside_real_sdpa_moves_the_cause(demo: Path) -> None:
-    """The same arithmetic after torch's own kernel: the cause moves to sdpa."""
-    change(
-        demo,
-        "return functional.scaled_dot_product_attention(query, key, value, attn_mask=allowed)",
-        "return functional.scaled_dot_product_attention(query, key, value, attn_mask=allowed) + 0 * hand(query, key, value, allowed)",
-    )
-    change(demo, "def eager(query, key, value, allowed):", "def hand(query, key, value, allowed):")
-    mended = """
-def eager(query, key, value, allowed):
-    scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
-    return scores.masked_fill(~allowed, -1e4).softmax(dim=-1).to(value.dtype) @ value
+@pytest.mark.parametrize("beside", [False, True], ids=["instead of the kernel", "beside the kernel"])
+def test_the_fault_moved_to_the_other_branch_moves_the_cause(demo: Path, beside: bool) -> None:
+    """No code path of nanbisect knows the demo: the same arithmetic in sdpa's branch is found there.
 
-
-def sdpa(query, key, value, allowed):"""
-    change(demo, "\ndef sdpa(query, key, value, allowed):", mended)
-    done = run(
-        demo, "--set", "gradient_checkpointing=off", "--set", "channel_weights=1,8", "--factor", "attention=eager|sdpa"
-    )
+    Without torch's own kernel the branch is no sdpa any more, and a caution says what the graph shows.
+    """
+    fault = "hand(query, key, value, allowed)"
+    change(demo, SDPA, f"{SDPA} + 0 * {fault}" if beside else f"return {fault}")
+    change(demo, "def eager(query, key, value, allowed):", f"def {fault}:")
+    change(demo, "\ndef sdpa(query, key, value, allowed):", MENDED)
+    done = run(demo, *SWAPPED)
     assert done.code == 1, done.err
-    (cause,) = result(demo / "out")["causes"]
+    found = result(demo / "out")
+    (cause,) = found["causes"]
     assert cause["levels"] == {"batch_size": ["2", "8"], "attention": ["sdpa"]}
     assert cause["standing"] == "proved"
+    doubted = "attention_otherwise" in {caution["code"] for caution in found["cautions"]}
+    assert doubted is not beside
 
 
 def test_a_second_independent_fault_is_a_second_cause(demo: Path) -> None:
@@ -182,7 +166,9 @@ class Net(torch.nn.Module):
 
     def forward(self, x):
         hidden = torch.relu(self.body(x))
-        length = (hidden - hidden).norm(dim=-1, keepdim=True) if not self.risky else ((hidden - hidden) ** 2).sum(-1, keepdim=True).sqrt()
+        zero = hidden - hidden
+        square = (zero ** 2).sum(-1, keepdim=True)
+        length = square.sqrt() if self.risky else zero.norm(dim=-1, keepdim=True)
         return self.near(hidden) + length, self.far(hidden)
 
 
@@ -242,30 +228,22 @@ def records(settings):
 
 def losses(model, batch):
     near, far = model(batch["x"])
-    size = (batch["x"] * model.body.weight[0]).pow(2).sum(-1).sqrt()  # the gradient of sqrt at 0 is 0 * inf
-    return {"near": ((near.squeeze(-1) - batch["y"]) ** 2 + size, len(batch["y"]))}
+    size = (batch["x"] * model.body.weight[0]).pow(2).sum(-1).sqrt()  # its gradient at 0 is inf, times 0
+    return {"near": (((near.squeeze(-1) - batch["y"]) ** 2 + size).sum(), len(batch["y"]))}
 """
 
 
 def test_a_fatal_record_does_not_make_batch_size_a_cause(tmp_path: Path) -> None:
     """Record 6 of 8 is fatal by itself; every batch size meets it, so batch size is not accused."""
-    text = RECIPE + BAD_RECORD.replace("+ size, len", "+ size).sum(), len").replace('"near": (((', '"near": ((')
-    text = text.replace(
-        '{"near": ((near.squeeze(-1) - batch["y"]) ** 2 + size).sum()',
-        '{"near": (((near.squeeze(-1) - batch["y"]) ** 2 + size).sum()',
-    )
-    (tmp_path / "rows.py").write_text(text)
-    (tmp_path / "rows.yaml").write_text(
-        MATRIX.replace("  max_length: [5, 7]\n", "").replace("[1, 4]", "[1, 2, 8]").replace("steps: 2", "steps: 3")
-    )
+    (tmp_path / "rows.py").write_text(RECIPE + BAD_RECORD)
+    matrix = MATRIX.replace("  max_length: [5, 7]\n", "").replace("[1, 4]", "[1, 2, 8]").replace("steps: 2", "steps: 3")
+    (tmp_path / "rows.yaml").write_text(matrix)
     done = nanbisect("run", "rows.yaml", "--out", "out", cwd=tmp_path)
     assert done.code == 1, done.out + done.err
     found = result(tmp_path / "out")
     assert found["counts"] == {"nonfinite": 6}
     assert all("batch_size" not in cause["levels"] for cause in found["causes"])
-    assert "no setting here matters" in done.out
+    assert "No setting here matters" in done.out
     by_size = {cell["levels"]["batch_size"]: cell for cell in found["cells"]}
-    assert by_size["1"]["site"]["step"] == 6
-    assert by_size["2"]["site"]["step"] == 3
-    assert by_size["8"]["site"]["step"] == 1
+    assert {size: cell["site"]["step"] for size, cell in by_size.items()} == {"1": 6, "2": 3, "8": 1}
     assert by_size["1"]["suspects"] == ["row6"]

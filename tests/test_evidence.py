@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nanbisect.evidence import Ending, Evidence, judge
+from nanbisect.evidence import Effect, Ending, Evidence, judge
 from nanbisect.outcome import Outcome, Status
 from tests import fakes
 
@@ -29,7 +29,7 @@ def judged(
     files: Mapping[str, str], ending: Ending = OK, effect: str | None = None, log: tuple[str, ...] = ()
 ) -> Outcome:
     """The outcome, with or without a setting that did not take effect."""
-    return judge(evidence(files, ending, log), attempt=2, seed=7, not_in_effect=lambda resolved: effect)
+    return judge(evidence(files, ending, log), attempt=2, seed=7, effect_of=lambda resolved: Effect(effect))
 
 
 def without(files: Mapping[str, str], name: str) -> dict[str, str]:
@@ -147,6 +147,12 @@ def test_a_setting_without_effect_is_not_judged_either_way() -> None:
         assert outcome.status is Status.UNSUPPORTED
         assert "did not take effect" in outcome.reason
         assert outcome.site is None
+
+
+def test_a_scaler_that_skips_every_step_leaves_nothing_to_judge() -> None:
+    """No step was taken, so finite would be a guess."""
+    skipped = {**fakes.STEP, "taken": False}
+    assert judged({**fakes.finite_files(), "trainer.jsonl": fakes.diary(skipped, skipped)}).status is Status.FAILED
 
 
 def test_absorbed_overflows_are_a_doubt_not_a_finding() -> None:

@@ -608,12 +608,12 @@ def test_what_a_recipe_read_is_known_and_asking_is_not_reading() -> None:
 
 def test_a_setting_that_was_never_read_or_never_taken() -> None:
     resolved = {"read_by_recipe": ["model"], "parameter_dtypes": {"float32": 9, "bfloat16": 1}}
-    assert effect.not_in_effect({"max_length": "8"}, frozenset({"max_length"}), resolved) == (
+    assert effect.effect_of({"max_length": "8"}, frozenset({"max_length"}), resolved).failed == (
         "the recipe never read settings.max_length"
     )
-    assert effect.not_in_effect({"max_length": "8"}, frozenset(), resolved) is None
-    assert effect.not_in_effect({"param_dtype": "fp32"}, frozenset(), resolved) is None
-    assert "float32" in str(effect.not_in_effect({"param_dtype": "bf16"}, frozenset(), resolved))
+    assert effect.effect_of({"max_length": "8"}, frozenset(), resolved).failed is None
+    assert effect.effect_of({"param_dtype": "fp32"}, frozenset(), resolved).failed is None
+    assert "float32" in str(effect.effect_of({"param_dtype": "bf16"}, frozenset(), resolved).failed)
 
 
 def test_settings_that_are_no_levels() -> None:

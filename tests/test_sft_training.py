@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from nanbisect.evidence import Evidence, judge
+from nanbisect.evidence import Effect, Evidence, judge
 from nanbisect.executors.base import Exit
 from nanbisect.outcome import Outcome, Status
 from nanbisect.store import read_evidence
@@ -42,10 +42,10 @@ class Trained:
     def outcome(self, *factors: str) -> Outcome:
         """The verdict, when the matrix varies these settings."""
 
-        def not_in_effect(resolved: Mapping[str, Any]) -> str | None:
-            return effect.not_in_effect(self.job.settings, frozenset(factors), resolved)
+        def effect_of(resolved: Mapping[str, Any]) -> Effect:
+            return effect.effect_of(self.job.settings, frozenset(factors), resolved)
 
-        return judge(self.evidence, attempt=1, seed=0, not_in_effect=not_in_effect)
+        return judge(self.evidence, attempt=1, seed=0, effect_of=effect_of)
 
 
 def train(job: Job) -> Trained:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from nanbisect.evidence import Effect
 from nanbisect.matrix import Cell, Matrix, Vocabulary
 
 PROBE = Path(__file__).parent.parent / "probe"
@@ -41,8 +42,8 @@ class Trainer(Protocol):
     def check(self, matrix: Matrix, *, folder: Path) -> Launch:
         """The process that looks at this machine, the recipe and the data, and writes `check.json` into `folder`."""
 
-    def not_in_effect(self, matrix: Matrix, cell: Cell, resolved: Mapping[str, Any]) -> str | None:
-        """Which setting of the cell did not become what was asked for, in words."""
+    def effect(self, matrix: Matrix, cell: Cell, resolved: Mapping[str, Any]) -> Effect:
+        """Whether the cell's settings became what was asked for."""
 
     def work(self, matrix: Matrix, cell: Cell) -> tuple[float, float]:
         """How much a cell has to do: (micro-batches, records)."""

@@ -1,14 +1,18 @@
 """Requested is not resolved: which setting of a cell did not become what the matrix asked for.
 
 Pure; reads the account of the training process and what the probe saw in the graph of the first step.
-What can't be seen (no attention node at all in a model that asked for none) is not held against a cell
-unless the matrix varies it.
+What the trainer or transformers applies is checked strictly. What a recipe of the user's makes of
+`attention` is its own affair, as long as it asks: hand-written code under the name sdpa is a doubt that
+stands beside the claim. A recipe that never reads a factor can't have applied it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from nanbisect.evidence import Effect
+from nanbisect.outcome import Note
 
 ON = {"true": "on", "false": "off"}
 CLASSES = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2"}
@@ -24,13 +28,13 @@ ANY_SDPA = ("ScaledDotProduct", "SafeSoftmaxBackward0")
 FLASH = ("FlashAttn", "_flash_attn", "FlashAttention2")
 
 
-def not_in_effect(settings: Mapping[str, str], factors: frozenset[str], resolved: Mapping[str, Any]) -> str | None:
-    """The first setting that was not resolved as requested, in words; None if all were.
+def effect_of(settings: Mapping[str, str], factors: frozenset[str], resolved: Mapping[str, Any]) -> Effect:
+    """Whether the settings were resolved as requested.
 
     `settings` is the text of every setting given, fixed or as this cell's level; `factors` names those
     that the matrix varies.
     """
-    return next(_mismatches(settings, factors, resolved), None)
+    return Effect(next(_mismatches(settings, factors, resolved), None), tuple(_doubts(settings, factors, resolved)))
 
 
 def _mismatches(settings: Mapping[str, str], factors: frozenset[str], resolved: Mapping[str, Any]) -> Iterator[str]:
@@ -39,7 +43,7 @@ def _mismatches(settings: Mapping[str, str], factors: frozenset[str], resolved: 
         if name in factors and read is not None and name not in read:
             yield f"the recipe never read settings.{name}"
     if "attention" in settings:
-        yield from _attention(settings["attention"], "attention" in factors, resolved)
+        yield from _attention(settings["attention"], resolved)
     if "gradient_checkpointing" in settings:
         level = settings["gradient_checkpointing"]
         yield from _checkpointing(ON.get(level, level), resolved)
@@ -47,19 +51,34 @@ def _mismatches(settings: Mapping[str, str], factors: frozenset[str], resolved: 
         yield from _dtype(settings["param_dtype"], resolved)
 
 
-def _attention(level: str, varied: bool, resolved: Mapping[str, Any]) -> Iterator[str]:
-    base, _, kernel = level.partition(":")
-    chosen = resolved.get("attention_class")
-    if chosen is not None and chosen != CLASSES[base]:
-        yield f"attention={level} was asked for, and the model's attention is {chosen}"
-    seen = resolved.get("kernels", {})
-    wanted = FLASH if base == "flash" else NODES.get(kernel, ANY_SDPA if base == "sdpa" else ("SoftmaxBackward0",))
-    if any(_is(node, wanted) for node in seen):
+def _doubts(settings: Mapping[str, str], factors: frozenset[str], resolved: Mapping[str, Any]) -> Iterator[Note]:
+    """An attention of the recipe's own that looks otherwise than its level's name, where that name matters."""
+    level = settings.get("attention")
+    if level is None or "attention" not in factors or ":" in level or resolved.get("attention_class") is not None:
         return
-    if seen:
-        yield f"attention={level} was asked for, and the graph shows {', '.join(sorted(seen))}"
-    elif varied and chosen is None:
-        yield f"attention={level} was asked for, and the graph shows no attention at all"
+    seen = resolved.get("kernels", {})
+    if not any(_is(node, _wanted(level)) for node in seen):
+        shows = f"shows {', '.join(sorted(seen))}" if seen else "shows no attention that nanbisect knows"
+        yield Note("attention_otherwise", f"the recipe was asked for attention={level}, and the graph {shows}")
+
+
+def _attention(level: str, resolved: Mapping[str, Any]) -> Iterator[str]:
+    """transformers' choice by its name, and a kernel that the trainer forced by what the graph shows."""
+    chosen, seen = resolved.get("attention_class"), resolved.get("kernels", {})
+    if chosen is not None and chosen != CLASSES[level.partition(":")[0]]:
+        yield f"attention={level} was asked for, and the model's attention is {chosen}"
+    strict = ":" in level or (chosen is not None and bool(seen))
+    if strict and not any(_is(node, _wanted(level)) for node in seen):
+        shows = ", ".join(sorted(seen)) or "no attention at all"
+        yield f"attention={level} was asked for, and the graph shows {shows}"
+
+
+def _wanted(level: str) -> tuple[str, ...]:
+    """Graph nodes of which one must be there."""
+    base, _, kernel = level.partition(":")
+    if base == "flash":
+        return FLASH
+    return NODES.get(kernel, ANY_SDPA if base == "sdpa" else ("SoftmaxBackward0",))
 
 
 def _is(node: str, wanted: tuple[str, ...]) -> bool:

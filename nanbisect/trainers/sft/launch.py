@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nanbisect.errors import UsageError
+from nanbisect.evidence import Effect
 from nanbisect.matrix import Cell, Matrix
 from nanbisect.trainers.base import Launch, probe_environment
 from nanbisect.trainers.sft import effect
@@ -45,10 +46,10 @@ class SftTrainer:
         Job(**{**job.__dict__, "levels": levels}).write(folder / "job.json")
         return Launch((*self._argv(folder), "--check"), str(self._workdir(matrix)), matrix.env)
 
-    def not_in_effect(self, matrix: Matrix, cell: Cell, resolved: Mapping[str, Any]) -> str | None:
+    def effect(self, matrix: Matrix, cell: Cell, resolved: Mapping[str, Any]) -> Effect:
         """See `effect`."""
         settings = {**matrix.settings, **cell.levels}
-        return effect.not_in_effect(settings, frozenset(cell.levels), resolved)
+        return effect.effect_of(settings, frozenset(cell.levels), resolved)
 
     def work(self, matrix: Matrix, cell: Cell) -> tuple[float, float]:
         """Micro-batches and records of a cell."""

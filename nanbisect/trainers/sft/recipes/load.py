@@ -19,7 +19,12 @@ from nanbisect.trainers.sft.settings import RECIPES
 from nanbisect.trainers.sft.view import Settings
 
 FUNCTIONS = ("model", "records", "collate", "losses")
-NO_KERNEL = ("No available kernel", "No viable backend for scaled_dot_product", "FlashAttention only support", "FlashAttention forward only supports")
+NO_KERNEL = (
+    "No available kernel",
+    "No viable backend for scaled_dot_product",
+    "FlashAttention only support",
+    "FlashAttention forward only supports",
+)
 Record = Mapping[str, Any]
 
 
