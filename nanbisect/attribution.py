@@ -26,7 +26,7 @@ from nanbisect.combinations import (
     union,
 )
 from nanbisect.matrix import Factor
-from nanbisect.neutrality import Caution, Divergence, cell_cautions, divergences, listed
+from nanbisect.neutrality import Caution, Divergence, cell_cautions, compare, listed
 from nanbisect.outcome import CellResult, Status
 
 __all__ = ["Attribution", "Cause", "Caution", "Divergence", "Finding", "Standing", "attribute"]
@@ -76,7 +76,11 @@ class Cause:
 
 @dataclass(frozen=True)
 class Attribution:
-    """Everything the judged cells show."""
+    """Everything the judged cells show.
+
+    `compared` pairs of finite cells had to agree at step 1; `largest` is the largest relative difference
+    seen among them, of "loss", "grad_norm" and "parameter".
+    """
 
     finding: Finding
     causes: tuple[Cause, ...]
@@ -84,6 +88,7 @@ class Attribution:
     divergences: tuple[Divergence, ...]
     compared: int
     cautions: tuple[Caution, ...]
+    largest: Mapping[str, float] = field(default_factory=dict)
 
 
 def attribute(
@@ -99,13 +104,14 @@ def attribute(
     grid = Grid.of(factors, results)
     sure, loose = choose(grid, find_primes(grid))
     causes, unlisted = _causes(grid, sure, loose)
-    moved, compared = divergences(factors, grid.results, neutral_settings)
+    comparison = compare(factors, grid.results, neutral_settings)
     return Attribution(
         finding=_finding(grid, causes),
         causes=causes,
         neutral=_neutral(grid, (*sure, *loose)),
-        divergences=moved,
-        compared=compared,
+        divergences=comparison.moved,
+        compared=comparison.pairs,
+        largest=comparison.largest,
         cautions=(
             *cell_cautions(factors, grid.results, neutral_settings),
             *_never_seen(causes),

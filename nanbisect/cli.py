@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -25,6 +27,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 INTERRUPTED = 130
+BUG = 70  # EX_SOFTWARE
 REPORTS = Path("reports")
 
 
@@ -180,5 +183,12 @@ def _finish(call: Callable[[], int | None]) -> NoReturn:
 
 
 def main() -> None:
-    """The console script."""
-    app()
+    """The console script. A bug of ours leaves its traceback in a file, not on the user's screen."""
+    try:
+        app()
+    except Exception as error:  # noqa: BLE001 - the last resort
+        with tempfile.NamedTemporaryFile("w", prefix="nanbisect-bug-", suffix=".txt", delete=False) as file:
+            traceback.print_exc(file=file)
+        typer.echo(f"nanbisect: this is a bug in nanbisect: {type(error).__name__}: {error}", err=True)
+        typer.echo(f"try: report it with {file.name}; what a run has finished is kept, --resume goes on", err=True)
+        sys.exit(BUG)

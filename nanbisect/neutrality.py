@@ -1,7 +1,7 @@
 """What finite cells say about each other, and the doubts about a run's cells. Pure.
 
 Two questions beside the causes. Did a setting that must not change the mathematics change it
-(`divergences`)? And what weakens what the cells say (`cell_cautions`)? The types are also names of
+(`compare`)? And what weakens what the cells say (`cell_cautions`)? The types are also names of
 `attribution`, which puts everything together.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
@@ -97,16 +97,29 @@ ADVICE = {
 # Divergences
 
 
-def divergences(
-    factors: Sequence[Factor], results: Sequence[CellResult], neutral_settings: frozenset[str]
-) -> tuple[tuple[Divergence, ...], int]:
-    """(what moved by more than rounding, how many pairs were compared)."""
-    found: list[Divergence] = []
-    compared = 0
-    for first, second in _pairs(factors, results, neutral_settings):
-        compared += 1
-        found += _compare(first, second)
-    return tuple(found), compared
+@dataclass(frozen=True)
+class Comparison:
+    """What came of comparing cells that must agree at step 1.
+
+    `moved` is what differs by more than rounding, `pairs` how many were compared, `largest` the largest
+    relative difference seen of "loss", "grad_norm" and "parameter" (one parameter's gradient norm).
+    """
+
+    moved: tuple[Divergence, ...] = ()
+    pairs: int = 0
+    largest: Mapping[str, float] = field(default_factory=dict)
+
+
+def compare(factors: Sequence[Factor], results: Sequence[CellResult], neutral_settings: frozenset[str]) -> Comparison:
+    """Compare all finite cells that differ only in what must not change the mathematics."""
+    pairs = list(_pairs(factors, results, neutral_settings))
+    seen = [quantity for pair in pairs for quantity in _compared(*pair)]
+    largest: dict[str, float] = {}
+    for quantity in seen:
+        kind = quantity.quantity if quantity.quantity in ("loss", "grad_norm") else "parameter"
+        largest[kind] = max(largest.get(kind, 0.0), quantity.relative)
+    moved = tuple(quantity for quantity in seen if quantity.relative > quantity.tolerance)
+    return Comparison(moved, len(pairs), largest)
 
 
 def _pairs(
@@ -182,8 +195,8 @@ def _setting(result: CellResult, name: str) -> Any:
     return result.cell.levels.get(name, _spoken(result).resolved.get(name))
 
 
-def _compare(first: CellResult, second: CellResult) -> Iterator[Divergence]:
-    """The loss, the norm and the worst parameter of a pair, where they differ by more than rounding."""
+def _compared(first: CellResult, second: CellResult) -> Iterator[Divergence]:
+    """The loss, the norm and the worst parameter of a pair, with how much they differ."""
     one, two = _spoken(first), _spoken(second)
     tolerance = max((_tolerance(outcome) for outcome in (one, two)), key=lambda loose: loose.loss)
     losses, norms = (one.loss[0], two.loss[0]), (one.grad_norm[0], two.grad_norm[0])
@@ -195,8 +208,7 @@ def _compare(first: CellResult, second: CellResult) -> Iterator[Divergence]:
     ]
     cells, settings = (first.cell.number, second.cell.number), _differing(first, second)
     for quantity, values, relative, allowed in quantities:
-        if relative > allowed:
-            yield Divergence(cells, settings, quantity, values, relative, allowed)
+        yield Divergence(cells, settings, quantity, values, relative, allowed)
 
 
 def _tolerance(outcome: Outcome) -> Tolerance:

@@ -189,3 +189,14 @@ def test_a_plan_shows_order_exclusions_and_what_cannot_run(place: Path) -> None:
     assert "can't run here: attention=flash" in done.out
     schema = nanbisect("plan", "--schema", cwd=place)
     assert json.loads(schema.out)["additionalProperties"] is False
+
+
+def test_a_bug_of_ours_shows_no_traceback(place: Path) -> None:
+    """The last resort says where the traceback is."""
+    code = "import nanbisect.cli as c, nanbisect.app as a\na.report = lambda *x, **k: 1 / 0\nc.main()"
+    done = subprocess.run([sys.executable, "-c", code, "report", "latest"], cwd=place, capture_output=True, text=True)
+    assert done.returncode == 70
+    assert "Traceback" not in done.stderr
+    file = Path(done.stderr.split("report it with ")[1].split(";")[0])
+    assert "ZeroDivisionError" in file.read_text()
+    file.unlink()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from nanbisect.attribution import Attribution, Cause, Standing
@@ -11,7 +11,7 @@ from nanbisect.neutrality import Divergence, listed
 from nanbisect.outcome import CellResult, Note, Outcome
 from nanbisect.report.examples import Pair, pair_of_cause
 from nanbisect.report.inputs import RunInputs
-from nanbisect.report.words import clip, code, combination, counted, figure, one_line, status_words
+from nanbisect.report.words import clip, code, combination, counted, figure, one_line, status_words, was
 
 STANDINGS = {
     Standing.PROVED: "proved",
@@ -99,12 +99,19 @@ def neutrality(attribution: Attribution) -> tuple[str, ...]:
         return tuple(_divergence(moved) for moved in attribution.divergences)
     if not attribution.compared:
         return ("No two finite cells that must agree at step 1 could be compared.",)
-    if attribution.compared == 1:
-        return ("1 pair of finite cells that must agree at step 1 was compared and agrees within rounding.",)
+    pairs = counted(attribution.compared, "pair")
+    agree = "agrees" if attribution.compared == 1 else "agree"
     return (
-        f"{attribution.compared} pairs of finite cells that must agree at step 1 were compared and agree "
-        "within rounding.",
+        f"{pairs} of finite cells that must agree at step 1 {was(attribution.compared)} compared and {agree} within "
+        f"rounding{_at_most(attribution.largest)}.",
     )
+
+
+def _at_most(largest: Mapping[str, float]) -> str:
+    """`: at most 1.4 % apart in the loss, 0.2 % in the gradient norm`."""
+    names = {"loss": "the loss", "grad_norm": "the gradient norm", "parameter": "one parameter's gradient"}
+    parts = [f"{100 * largest[name]:.2g} % in {words}" for name, words in names.items() if name in largest]
+    return f": at most {', '.join(parts)}" if parts else ""
 
 
 def _divergence(moved: Divergence) -> str:
