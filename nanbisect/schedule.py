@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
 from nanbisect.matrix import Cell
 from nanbisect.outcome import CellResult, Outcome, Status
+
+ROUNDS = 12
+PULL = 0.5
+RECENT = 128  # trainings that the estimate looks at
 
 
 @dataclass(frozen=True)
@@ -49,57 +54,68 @@ def time_left(
     *,
     repeat: int,
     elapsed: Mapping[str, float],
-    work: Mapping[str, Sequence[float]],
+    work: Mapping[str, float],
     slots: int,
 ) -> float | None:
     """Seconds to the end of the run; None before the first cell has ended.
 
-    `work[cell id]` is what the cell has to do: (micro-batches, records). Loading is taken as the median
-    so far. Training is fitted as so much a micro-batch plus so much a record over the cells that ran to
-    their end; `elapsed` holds the seconds of cells under way.
+    `work[cell id]` is the number of micro-batches a cell has to do, `elapsed` the seconds of cells under
+    way. Loading is taken as the median so far. Training is so long for a cell as the product of what each
+    of its levels has shown to cost (`level_costs`), times the share of its work that a cell gets through
+    on average: failing cells stop early.
     """
-    done = [outcome for result in results for outcome in counted(result.attempts) if outcome.train_seconds is not None]
-    if not done:
+    trainings = _trainings(results, work)
+    if not trainings:
         return None
-    load = median(outcome.load_seconds or 0.0 for outcome in done)
-    per_micro, per_record = _rates(results, work)
-    failing = _share_trained(results, work)
+    load = median(training.load for training in trainings)
+    share = fmean(training.share for training in trainings)
+    costs = level_costs([(training.cell, training.whole) for training in trainings[-RECENT:]])
     total = 0.0
     for result in results:
-        missing = max(0, repeat - len(counted(result.attempts)))
-        if any(not outcome.judged for outcome in counted(result.attempts)):
-            missing = 0
-        micro, records = work.get(result.cell.id, (0.0, 0.0))
-        one = load + failing * (micro * per_micro + records * per_record)
+        done = counted(result.attempts)
+        missing = max(0, repeat - len(done)) if all(outcome.judged for outcome in done) else 0
+        one = load + share * costs(result.cell)
         total += max(0.0, missing * one - elapsed.get(result.cell.id, 0.0))
     return total / max(1, slots)
 
 
-def _rates(results: Sequence[CellResult], work: Mapping[str, Sequence[float]]) -> tuple[float, float]:
-    """Seconds a micro-batch and seconds a record: least squares through the origin, neither negative."""
-    rows = []
+@dataclass(frozen=True)
+class Training:
+    """How long an attempt trained: `whole` is scaled up to all of its work, of which it did `share`."""
+
+    cell: Cell
+    load: float
+    whole: float
+    share: float
+
+
+def _trainings(results: Sequence[CellResult], work: Mapping[str, float]) -> list[Training]:
+    found = []
     for result in results:
-        micro, records = work.get(result.cell.id, (0.0, 0.0))
+        micro = work.get(result.cell.id, 0.0)
         for outcome in counted(result.attempts):
             if outcome.train_seconds is not None and outcome.micro_batches and micro:
-                share = outcome.micro_batches / micro
-                rows.append((micro * share, records * share, outcome.train_seconds))
-    mm, mr, rr, mt, rt = (sum(row[i] * row[k] for row in rows) for i, k in ((0, 0), (0, 1), (1, 1), (0, 2), (1, 2)))
-    determinant = mm * rr - mr * mr
-    if determinant <= 1e-9 * mm * rr:  # one batch size so far: the two can't be told apart
-        return (mt / mm if mm else 0.0), 0.0
-    micro_rate, record_rate = (mt * rr - rt * mr) / determinant, (rt * mm - mt * mr) / determinant
-    if micro_rate < 0:
-        return 0.0, rt / rr
-    return (mt / mm, 0.0) if record_rate < 0 else (micro_rate, record_rate)
+                share = min(1.0, outcome.micro_batches / micro)
+                load = outcome.load_seconds or 0.0
+                found.append(Training(result.cell, load, outcome.train_seconds / share, share))
+    return found
 
 
-def _share_trained(results: Sequence[CellResult], work: Mapping[str, Sequence[float]]) -> float:
-    """How much of its micro-batches a cell gets through on average: failing cells stop early."""
-    shares = []
-    for result in results:
-        micro = work.get(result.cell.id, (0.0, 0.0))[0]
-        shares += [
-            min(1.0, outcome.micro_batches / micro) for outcome in counted(result.attempts) if micro and outcome.judged
-        ]
-    return fmean(shares) if shares else 1.0
+def level_costs(seconds: Sequence[tuple[Cell, float]]) -> Callable[[Cell], float]:
+    """Predicts a cell's seconds from cells seen: a common factor times one factor a level.
+
+    Least squares on logarithms with a pull to 1 of half an observation a level, so that a level seen once
+    is believed for two thirds; solved by going round the levels, which converges for such a sum.
+    """
+    logs = [(cell, math.log(max(value, 1e-6))) for cell, value in seconds]
+    common = fmean(value for _, value in logs)
+    effects: dict[tuple[str, str], float] = {}
+    for _ in range(ROUNDS):
+        for level in {item for cell, _ in logs for item in cell.levels.items()}:
+            rest = [
+                value - common - sum(effects.get(item, 0.0) for item in cell.levels.items() if item != level)
+                for cell, value in logs
+                if level in cell.levels.items()
+            ]
+            effects[level] = sum(rest) / (len(rest) + PULL)
+    return lambda cell: math.exp(common + sum(effects.get(item, 0.0) for item in cell.levels.items()))

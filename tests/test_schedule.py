@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nanbisect import schedule
-from nanbisect.matrix import Cell
+from nanbisect.matrix import Cell, expand, run_order
 from nanbisect.outcome import CellResult, Outcome, Status
+from tests.fakes import matrix_of
 
 
 def result(number: int, *statuses: Status, train: float = 4.0, micro: int = 4) -> CellResult:
@@ -49,35 +52,33 @@ def test_blocked_levels_block_the_cells_that_hold_them_all() -> None:
     assert schedule.blocked_by(cell, [({}, "nothing")]) is None
 
 
-@given(
-    load=st.floats(0.1, 100),
-    micro=st.floats(0.0, 5),
-    record=st.floats(0.0, 5),
-    sizes=st.lists(st.sampled_from([1, 2, 4, 8]), min_size=2, max_size=12),
-    done=st.integers(2, 12),
-)
-def test_the_estimate_is_exact_for_cells_that_follow_the_model(
-    load: float, micro: float, record: float, sizes: list[int], done: int
-) -> None:
-    """So much to load, so much a micro-batch, so much a record: then nothing is left to guess."""
-    results, work, left = [], {}, 0.0
-    varied = len({*sizes[:done]}) > 1
-    for number, size in enumerate(sizes, start=1):
-        cell = Cell(number, {"n": str(number)})
-        work[cell.id] = (24 / size, 24.0)
-        train = 24 / size * micro + 24 * record
-        attempts: tuple[Outcome, ...] = ()
-        if number <= done:
-            attempts = (Outcome(Status.FINITE, "", load_seconds=load, train_seconds=train, micro_batches=24 // size),)
-        else:
-            left += load + train
-        results.append(CellResult(cell, attempts))
-    told = schedule.time_left(results, repeat=1, elapsed={}, work=work, slots=1)
-    assert told is not None
-    if varied:
-        assert told == pytest.approx(left, rel=1e-6, abs=1e-6)
-    else:
-        assert told >= 0
+SPEEDS = st.lists(st.floats(0.3, 8.0), min_size=7, max_size=7)
+
+
+@given(speeds=SPEEDS, load=st.floats(0.5, 60), base=st.floats(0.1, 30))
+def test_after_the_first_cells_the_estimate_is_within_two_times(speeds: list[float], load: float, base: float) -> None:
+    """Once every level was seen. They may differ in speed by an order of magnitude."""
+    matrix = matrix_of(batch_size=("1", "2", "8"), attention=("sdpa", "eager"), precision=("bf16", "fp16"))
+    pace = dict(zip(((f.name, level) for f in matrix.factors for level in f.levels), speeds, strict=True))
+    cells = run_order(matrix, expand(matrix), lambda cell: True)
+    seconds = {cell.id: base * math.prod(pace[item] for item in cell.levels.items()) for cell in cells}
+    for known in range(3, len(cells)):
+        results = [
+            CellResult(
+                cell,
+                (Outcome(Status.FINITE, "", load_seconds=load, train_seconds=seconds[cell.id], micro_batches=4),)
+                if place < known
+                else (),
+            )
+            for place, cell in enumerate(cells)
+        ]
+        left = sum(load + seconds[cell.id] for cell in cells[known:])
+        told = schedule.time_left(results, repeat=1, elapsed={}, work=dict.fromkeys(seconds, 4.0), slots=1)
+        spent = sum(load + seconds[cell.id] for cell in cells[:known])
+        if {item for cell in cells[:known] for item in cell.levels.items()} != set(pace):
+            continue
+        assert told is not None
+        assert 0.5 <= (spent + told) / (spent + left) <= 2.0
 
 
 def test_no_estimate_before_the_first_cell_has_ended() -> None:
@@ -88,6 +89,6 @@ def test_no_estimate_before_the_first_cell_has_ended() -> None:
 def test_slots_and_elapsed_time_shorten_the_rest() -> None:
     """Two slots halve it; what has passed is taken off."""
     results = [result(1, Status.FINITE), result(2), result(3)]
-    work = {r.cell.id: (4.0, 8.0) for r in results}
+    work = {r.cell.id: 4.0 for r in results}
     assert schedule.time_left(results, repeat=1, elapsed={}, work=work, slots=1) == pytest.approx(12.0)
     assert schedule.time_left(results, repeat=1, elapsed={"n=2": 4.0}, work=work, slots=2) == pytest.approx(4.0)

@@ -45,8 +45,8 @@ class Trainer(Protocol):
     def effect(self, matrix: Matrix, cell: Cell, resolved: Mapping[str, Any]) -> Effect:
         """Whether the cell's settings became what was asked for."""
 
-    def work(self, matrix: Matrix, cell: Cell) -> tuple[float, float]:
-        """How much a cell has to do: (micro-batches, records)."""
+    def work(self, matrix: Matrix, cell: Cell) -> float:
+        """How much a cell has to do: its number of micro-batches."""
 
 
 def probe_environment(folder: Path, inherited: Mapping[str, str]) -> dict[str, str]:

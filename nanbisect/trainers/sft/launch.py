@@ -51,10 +51,9 @@ class SftTrainer:
         settings = {**matrix.settings, **cell.levels}
         return effect.effect_of(settings, frozenset(cell.levels), resolved)
 
-    def work(self, matrix: Matrix, cell: Cell) -> tuple[float, float]:
-        """Micro-batches and records of a cell."""
-        records = size(matrix)
-        return -(-records // value_of({**matrix.settings, **cell.levels}, "batch_size")), records
+    def work(self, matrix: Matrix, cell: Cell) -> float:
+        """Micro-batches of a cell."""
+        return float(-(-size(matrix) // value_of({**matrix.settings, **cell.levels}, "batch_size")))
 
     @staticmethod
     def _argv(folder: Path) -> tuple[str, ...]:
