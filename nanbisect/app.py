@@ -57,7 +57,7 @@ def run(path: Path, overrides: Overrides, occasion: Occasion, *, out: Path | Non
         except KeyboardInterrupt:
             _write(store, console)
             console.print(
-                f"stopped; go on with: nanbisect run {path} --resume --out {store.folder}",
+                f"stopped; go on with: nanbisect run {path} --resume --out {store}",
                 style="yellow",
                 soft_wrap=True,
             )
@@ -218,13 +218,18 @@ def _write(store: Store, console: Console) -> Report:
         markdown=to_markdown(report, redactor(store)), csv=to_csv(inputs.results), result=to_result(inputs)
     )
     show.show_report(console, report)
-    console.print(f"\nreport: {store.folder / 'report.md'}", style="dim", highlight=False, soft_wrap=True)
+    console.print(f"\nreport: {store}/report.md", style="dim", highlight=False, soft_wrap=True)
     return report
 
 
 def redactor(store: Store) -> Redactor:
     """Names and paths of this machine, to be kept out of what is published."""
-    paths = {str(store.folder.resolve()): "<run>", str(Path.cwd()): ".", sys.prefix: "<python>"}
+    paths = {
+        str(store.folder.resolve()): "<run>",
+        str(store.folder): "<run>",
+        str(Path.cwd()): ".",
+        sys.prefix: "<python>",
+    }
     try:
         user = getpass.getuser()
     except (KeyError, OSError):

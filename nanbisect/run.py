@@ -164,7 +164,7 @@ class Driver:
         order = run_order(self.matrix, self.cells, lambda cell: schedule.blocked_by(cell, self.blocked) is None)
         self.executor.recover(self.store.folder)
         results = {cell.id: CellResult(cell, self._finished(cell)) for cell in order}
-        listener(RunStarted(str(self.store.folder), order, sum(self._done(result) for result in results.values())))
+        listener(RunStarted(str(self.store), order, sum(self._done(result) for result in results.values())))
         for levels, reason in self.blocked:
             listener(LevelBlocked(levels, reason))
         with interruptible():
@@ -172,9 +172,9 @@ class Driver:
                 self._loop(results)
             except BaseException:
                 self._stop(results)
-                listener(RunEnded(str(self.store.folder), interrupted=True))
+                listener(RunEnded(str(self.store), interrupted=True))
                 raise
-        listener(RunEnded(str(self.store.folder), interrupted=False))
+        listener(RunEnded(str(self.store), interrupted=False))
         return tuple(results[cell.id] for cell in self.cells)
 
     def results(self) -> tuple[CellResult, ...]:

@@ -39,7 +39,12 @@ class Store:
     """One run folder, made or opened."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder = folder.absolute()  # a training has a working folder of its own
+
+    def __str__(self) -> str:
+        """The folder as a person would type it from here."""
+        here = Path.cwd()
+        return str(self.folder.relative_to(here) if self.folder.is_relative_to(here) else self.folder)
 
     @classmethod
     def create(cls, folder: Path, run: Mapping[str, Any]) -> Store:

@@ -143,6 +143,19 @@ def test_a_finite_run_ends_with_zero_and_resumes_to_the_same(place: Path) -> Non
 
 
 @pytest.mark.training
+def test_a_run_goes_below_reports_and_its_matrix_may_be_elsewhere(place: Path) -> None:
+    """The default folder is relative to where the command is typed, the matrix's paths to the matrix."""
+    (place / "from" / "here").mkdir(parents=True)
+    done = nanbisect("run", "../../m.yaml", cwd=place / "from" / "here")
+    assert done.code == 0, done.out + done.err
+    (folder,) = (place / "from" / "here" / "reports").iterdir()
+    assert folder.name.startswith("m-")
+    assert f"report: reports/{folder.name}/report.md" in done.out
+    assert nanbisect("rerun", "latest", "1", cwd=place / "from" / "here").code == 0
+    assert nanbisect("report", folder.name, cwd=place / "from" / "here").out.startswith("## nanbisect: m")
+
+
+@pytest.mark.training
 def test_a_cell_that_is_not_judged_gives_three(place: Path) -> None:
     """A level that this machine can't run is named; the rest is judged."""
     done = nanbisect(

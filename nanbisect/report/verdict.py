@@ -156,7 +156,8 @@ def _nothing_judged(inputs: RunInputs) -> Iterator[str]:
         yield "No cell was judged: the matrix has no cell."
         return
     commonest = max(names, key=lambda name: (name != NOT_RUN, inputs.counts[name]))
-    reasons = Counter(r.outcome.reason for r in inputs.ordered if r.outcome and r.outcome.reason)
+    told = [r.outcome for r in inputs.ordered if r.outcome and r.outcome.status.value == commonest]
+    reasons = Counter(outcome.reason for outcome in told if outcome.reason)
     why = clip(one_line(reasons.most_common(1)[0][0]), 300) if reasons else ""
     because = f"; the commonest reason: {why.rstrip('.')}" if why else ""
     yield f"No cell was judged: {listed([_counted_status(inputs, name) for name in names])}{because}."
