@@ -88,7 +88,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "packages": {name: version for name in names if (version := _version(name))},
         "gpus": [{"name": gpu.name, "memory": gpu.total_memory} for gpu in gpus],
         "cpu": f"{platform.machine()}, {os.cpu_count()} cores",
-        "system": f"{platform.system()} {platform.release()}",
+        "system": " ".join((platform.system(), *platform.libc_ver())).strip(),
     }
 
 
