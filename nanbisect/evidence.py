@@ -42,12 +42,16 @@ class Ending:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All lines of an attempt. `probe` holds the events of all ranks by time, `diary` the trainer's own lines."""
+    """All lines of an attempt. `probe` holds the events of all ranks by time, `diary` the trainer's own lines.
+
+    `lost`: lines of the probe are missing or not of the form that its schema gives.
+    """
 
     ending: Ending
     probe: tuple[Line, ...]
     diary: tuple[Line, ...]
     armed: bool
+    lost: bool = False
     log_tail: tuple[str, ...] = ()
 
     def events(self, kind: str) -> list[Line]:
@@ -173,6 +177,8 @@ def _blind(evidence: Evidence) -> tuple[Status, str] | None:
     if not evidence.events("step"):
         return Status.NO_TRAINING, "the probe saw no backward pass"
     steps = evidence.lines("step")
+    if evidence.lost or len(evidence.events("step")) < len(steps):
+        return Status.FAILED, "not judged: events of the probe were lost (was the disk full?)"
     if steps and not any(line["taken"] for line in steps):
         return Status.FAILED, "not judged: the GradScaler skipped every step"
     if not any(line.get("seen") for line in evidence.events("self_check")):

@@ -11,14 +11,16 @@ killed at any moment: an attempt without an outcome is judged from what it left 
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ SCHEMA = 1
 RUN, RESULT, CSV, REPORT, LOCK = "run.json", "result.json", "results.csv", "report.md", ".lock"
 OUTCOME, LOG, DIARY, ARMED = "outcome.json", "log.txt", "trainer.jsonl", "armed.jsonl"
 TAIL_BYTES = 1 << 16
+PROBE = Path(__file__).parent / "probe"
 ATTEMPT = re.compile(r"^attempt-(\d+)$")
 
 
@@ -153,28 +156,45 @@ def read_evidence(folder: Path, ended: Exit | None = None) -> Evidence:
     """Everything an attempt left behind. Torn last lines are dropped; a missing `exit.json` means killed."""
     ended = ended or read_exit(folder) or Exit(why="lost")
     ending = Ending(ended.why, ended.code, ended.signal, ended.seconds, ended.oom_kill)
-    probe = [line for path in sorted(folder.glob("events.*.jsonl")) for line in read_lines(path)]
+    files = [read_lines(path) for path in sorted(folder.glob("events.*.jsonl"))]
     return Evidence(
         ending=ending,
-        probe=tuple(sorted(probe, key=lambda line: line.get("time", 0.0))),
+        probe=tuple(sorted((line for lines in files for line in lines), key=lambda line: line.get("time", 0.0))),
         diary=tuple(read_lines(folder / DIARY)),
         armed=(folder / ARMED).is_file(),
+        lost=not all(whole(lines) for lines in files),
         log_tail=log_tail(_tail(folder / LOG)),
     )
 
 
 def read_lines(path: Path) -> list[Line]:
-    """JSON lines; a line that is torn (its process died in it) ends the list."""
+    """JSON lines; what is torn (its process died in it, or the disk was full) is left out."""
     lines: list[Line] = []
     with contextlib.suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace") as handle:
         for text in handle:
-            try:
+            with contextlib.suppress(ValueError):
                 line = json.loads(text)
-            except ValueError:
-                break
-            if isinstance(line, dict):
-                lines.append(line)
+                if isinstance(line, dict):
+                    lines.append(line)
     return lines
+
+
+def whole(lines: Sequence[Line]) -> bool:
+    """Whether a file of the probe's events has every line, each with the fields of the schema."""
+    table = probe_events()
+    numbered = [line.get("n") for line in lines] == list(range(len(lines)))
+    return numbered and all(set(line) == {"kind", "n", "time", *table.get(str(line.get("kind")), ())} for line in lines)
+
+
+@functools.cache
+def probe_events() -> Mapping[str, Mapping[str, str]]:
+    """The probe's table of events, read as data: nothing of ours imports the probe."""
+    tree = ast.parse((PROBE / "schema.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "EVENTS" and node.value is not None:
+            table: Mapping[str, Mapping[str, str]] = ast.literal_eval(node.value)
+            return table
+    raise StoreError(f"{PROBE / 'schema.py'} has no table of events")
 
 
 def find_run(name: str, reports: Path) -> Path:

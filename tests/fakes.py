@@ -16,8 +16,8 @@ from nanbisect.trainers.base import Launch
 
 
 def lines(*entries: Mapping[str, Any]) -> str:
-    """JSON lines."""
-    return "".join(json.dumps(entry) + "\n" for entry in entries)
+    """JSON lines, numbered as the probe's are."""
+    return "".join(json.dumps({**entry, "n": number}) + "\n" for number, entry in enumerate(entries))
 
 
 def step_event(step: int = 1, **changed: Any) -> dict[str, Any]:

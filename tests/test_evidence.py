@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from nanbisect.evidence import Effect, Ending, Evidence, judge
 from nanbisect.outcome import Outcome, Status
 from tests import fakes
 
+NONE: Callable[[Mapping[str, Any]], Effect] = lambda resolved: Effect()  # noqa: E731
 OK = Ending("exited", 0, None, 3.0, False)
 
 
@@ -22,7 +24,8 @@ def evidence(files: Mapping[str, str], ending: Ending = OK, log: tuple[str, ...]
     def read(name: str) -> tuple[dict[str, Any], ...]:
         return tuple(json.loads(line) for line in files.get(name, "").splitlines())
 
-    return Evidence(ending, read("events.0.1.jsonl"), read("trainer.jsonl"), "armed.jsonl" in files, log)
+    probe, diary = read("events.0.1.jsonl"), read("trainer.jsonl")
+    return Evidence(ending, probe, diary, "armed.jsonl" in files, log_tail=log)
 
 
 def judged(
@@ -147,6 +150,20 @@ def test_a_setting_without_effect_is_not_judged_either_way() -> None:
         assert outcome.status is Status.UNSUPPORTED
         assert "did not take effect" in outcome.reason
         assert outcome.site is None
+
+
+def test_lost_events_are_never_finite_and_never_hide_a_finding() -> None:
+    """A full disk swallows lines; what was written still counts."""
+    assert (
+        judge(replace(evidence(fakes.finite_files()), lost=True), attempt=1, seed=0, effect_of=NONE).status
+        is Status.FAILED
+    )
+    assert (
+        judge(replace(evidence(fakes.nonfinite_files()), lost=True), attempt=1, seed=0, effect_of=NONE).status
+        is Status.NONFINITE
+    )
+    fewer = {**fakes.finite_files(), "events.0.1.jsonl": fakes.lines(fakes.AWAKE, fakes.CHECKED, fakes.step_event())}
+    assert judged(fewer).status is Status.FAILED
 
 
 def test_a_scaler_that_skips_every_step_leaves_nothing_to_judge() -> None:

@@ -243,7 +243,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     """The lines of an event file, each checked against the table."""
     lines = [json.loads(text, parse_constant=refuse) for text in path.read_text().splitlines()] if path.exists() else []
     for line in lines:
-        assert set(line) == {"kind", "time", *EVENTS[line["kind"]]}
+        assert set(line) == {"kind", "n", "time", *EVENTS[line["kind"]]}
         for tensor in line["tensors"] if line["kind"] == "nonfinite" else line.get("bad", []):
             assert set(tensor) == TENSOR
     return lines

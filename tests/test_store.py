@@ -12,7 +12,8 @@ import pytest
 from nanbisect.errors import StoreError
 from nanbisect.matrix import Cell
 from nanbisect.outcome import Outcome, Status
-from nanbisect.store import Store, atomic_write, explained, find_run, read_evidence, read_lines
+from nanbisect.store import Store, atomic_write, explained, find_run, probe_events, read_evidence, read_lines, whole
+from tests import fakes
 
 CELL = Cell(1, {"attention": "eager", "batch_size": "8"})
 
@@ -47,13 +48,24 @@ def test_a_torn_outcome_counts_as_missing(store: Store) -> None:
     assert store.outcome(folder) is None
 
 
-def test_torn_event_lines_end_the_list(tmp_path: Path) -> None:
+def test_torn_event_lines_are_left_out(tmp_path: Path) -> None:
     """A process that dies in the middle of a line leaves the lines before it."""
     path = tmp_path / "events.0.1.jsonl"
     path.write_bytes(b'{"kind": "awake"}\n{"kind": "step", "st')
     assert [line["kind"] for line in read_lines(path)] == ["awake"]
     assert read_lines(tmp_path / "absent") == []
     assert read_evidence(tmp_path).ending.why == "lost"
+
+
+def test_lost_event_lines_are_noticed(tmp_path: Path) -> None:
+    """A line that the disk had no room for, or of another version of the probe: nothing is whole then."""
+    lines = [{**json.loads(text)} for text in fakes.finite_files()["events.0.1.jsonl"].splitlines()]
+    assert whole(lines)
+    assert whole(lines[:-1])  # a process that was killed
+    assert not whole([*lines[:1], *lines[2:]])
+    assert not whole([{**lines[0], "colour": "red"}, *lines[1:]])
+    assert not whole([{**lines[0], "kind": "unheard of"}, *lines[1:]])
+    assert set(probe_events()) >= {"awake", "nonfinite", "step"}
 
 
 def test_folders_that_are_no_runs_are_refused(tmp_path: Path) -> None:

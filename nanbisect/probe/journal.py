@@ -47,6 +47,7 @@ class Journal:
         self.versions = versions
         self.pid: int | None = None
         self.path = ""
+        self.lines = 0
 
     def armed(self) -> None:
         """Leave the line that says: this process imported torch and has the probe."""
@@ -55,13 +56,14 @@ class Journal:
     def write(self, kind: str, **fields: Any) -> None:
         """Append one event; opens the file with an `awake` line first."""
         if self.pid != os.getpid():
-            self.pid = os.getpid()
+            self.pid, self.lines = os.getpid(), 0
             self.path = os.path.join(self.folder, "events.%d.%d.jsonl" % (rank(), self.pid))
             self._append("awake", {"rank": rank(), "pid": self.pid, "argv": sys.argv, **self.versions})
         self._append(kind, fields)
 
     def _append(self, kind: str, fields: Mapping[str, Any]) -> None:
-        append(self.path, line({"kind": kind, "time": time.time(), **fields}))
+        number, self.lines = self.lines, self.lines + 1  # counted even if the write fails: a gap tells
+        append(self.path, line({"kind": kind, "n": number, "time": time.time(), **fields}))
 
 
 def rank() -> int:

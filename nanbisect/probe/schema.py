@@ -2,7 +2,8 @@
 
 The driver reads this table as data (it never imports the probe) and checks every line against it.
 Numbers that JSON lacks are written as "nan", "+inf", "-inf". Steps count from 1, micro-batches and
-ranks from 0. Every line also has `time`, seconds since the epoch.
+ranks from 0. Every line also has `time`, seconds since the epoch, and `n`, its number in the file from 0: a
+gap means that a line was lost (a full disk).
 """
 
 from typing import Dict

@@ -125,6 +125,8 @@ class Steps:
             "step", step=self.number, taken=not skipped, grad_norm=grad_norm,
             losses=totals, channels=channels, seconds=time.perf_counter() - self.began,
         )  # fmt: skip
+        what = f"step {self.number}: loss {sum(totals) / max(len(totals), 1):.6g}, gradient norm {grad_norm:.6g}"
+        sys.stdout.write(f"{what}{', skipped by the GradScaler' if skipped else ''}\n")
         self.taken += not skipped
         self.number += 1
         self.micro, self.began = [], time.perf_counter()
