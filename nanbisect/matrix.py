@@ -64,6 +64,23 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class Expansion:
+    """What a level becomes in a command: words, and keys (`optimizer.lr`) of its configuration file.
+
+    Texts may hold placeholders such as `{value}`; see `matrix_command`.
+    """
+
+    words: tuple[str, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+Flags = Mapping[str, Mapping[str, Expansion]]
+"""Setting -> level -> what it becomes; the level `*` stands for all that are not named."""
+
+ANY_LEVEL = "*"
+
+
+@dataclass(frozen=True)
 class Matrix:
     """The experiment file as read. Relative paths are relative to `folder`."""
 
@@ -85,6 +102,8 @@ class Matrix:
     trust_remote_code: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
     workdir: str = "."
+    command: tuple[str, ...] = ()
+    flags: Flags = field(default_factory=dict)
     folder: str = "."
 
     @property
@@ -107,11 +126,13 @@ class Vocabulary:
     """What a trainer understands; `matrix_file` checks a matrix against it.
 
     `check` looks at a whole, otherwise valid matrix and returns what this trainer can't do with it,
-    as (path such as `factors.channel_weights`, what, mend).
+    as (path such as `factors.channel_weights`, what, mend). `commands`: the matrix may have a `command` and
+    `flags`, and with them further settings.
     """
 
     settings: Mapping[str, Setting]
     recipes: tuple[str, ...] = ()
+    commands: bool = False
     check: Callable[[Matrix], Sequence[tuple[str, str, str]]] = lambda matrix: ()
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from nanbisect.matrix import Factor, Matrix, Setting, Vocabulary, excluded, is_excluded
+from nanbisect.matrix import Factor, Flags, Matrix, Setting, Vocabulary, excluded, is_excluded
 from nanbisect.matrix_shape import KEYS, Shape
 from nanbisect.yaml_tree import CORE, Findings, Place, Scalar, TreePath, did_you_mean
 
@@ -46,6 +46,7 @@ class Check:
     shape: Shape
     findings: Findings
     vocabulary: Vocabulary | None
+    flags: Flags = field(default_factory=dict)
 
     def matrix(self, name: str, folder: str) -> Matrix:
         """The matrix of all that passed; `name` is for a file that has none."""
@@ -54,6 +55,7 @@ class Check:
         self._size(factors)
         settings = {name: self._fixed(name, value) for name, value in self.shape.settings.items()}
         given = self.shape.model_dump(include=set(KEYS) - {"factors", "settings", "exclude", "command", "flags"})
+        command = self.vocabulary is not None and self.vocabulary.commands
         changed = {
             "name": self.shape.name or name,
             "trainer": self.shape.trainer or "",
@@ -61,13 +63,15 @@ class Check:
             "factors": tuple(Factor(name, tuple(levels)) for name, levels in factors.items()),
             "settings": settings,
             "exclude": self._rules(factors, settings),
+            "command": tuple(self.shape.command or ()) if command else (),
+            "flags": self.flags,
         }
         return Matrix(**{**given, **changed}, folder=folder)
 
     def _keys(self) -> None:
         for key in ("command", "flags"):
-            if self.vocabulary and getattr(self.shape, key) is not None:
-                self.findings.add_at_key((key,), f"{key} is only for trainer: command", "remove it")
+            if self.vocabulary and not self.vocabulary.commands and getattr(self.shape, key) is not None:
+                self.findings.add_at_key((key,), f"{key} is only for trainer: command or a preset", "remove it")
         if self.shape.records == []:
             self.findings.add(("records",), "the list is empty", "list record ids, or remove the line")
         for name in self.shape.env:
@@ -104,7 +108,10 @@ class Check:
             return 'quote a value that holds commas: "1,8"'
         if name in KEYS:
             return f"{name} is a key of the matrix itself: move it out of {path[0]}"
-        return f"{did_you_mean(name, known)}known settings: {', '.join(known)}"
+        own = ""
+        if self.vocabulary and self.vocabulary.commands:
+            own = f"; or map {name} under flags, or put {{{name}}} into the command"
+        return f"{did_you_mean(name, known)}known settings: {', '.join(known)}{own}"
 
     def _level(self, path: TreePath, setting: Setting, scalar: Scalar) -> tuple[str, Any]:
         """A level's text (a switch's as on/off) and its value; its value is None after a problem."""

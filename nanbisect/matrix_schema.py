@@ -19,12 +19,28 @@ DRAFT = "https://json-schema.org/draft/2020-12/schema"
 TEXT: Json = {"type": ["string", "number", "boolean"]}  # any plain value: its spelling is what counts
 WORD: Json = {**TEXT, "pattern": r"\S"}
 POSITIVE: Json = {"type": "integer", "minimum": 1}
+WORDS: Json = {"type": "array", "items": TEXT}
+TEMPLATE: Json = {"anyOf": [WORDS, {"type": "object"}]}
+COMMAND: Json = {
+    "command": {
+        **WORDS,
+        "minItems": 1,
+        "description": "the training command; with a preset it replaces the preset's way to start the trainer",
+    },
+    "flags": {
+        "type": "object",
+        "additionalProperties": TEMPLATE,
+        "description": "setting -> words for every level ({value}), or one list of words a level",
+    },
+}
 DURATION = r"^[0-9.]+(h( ?[0-9.]+m)?( ?[0-9.]+s)?|m( ?[0-9.]+s)?|s)?$"
 
 
 def json_schema(vocabulary: Vocabulary) -> Json:
     """The schema (draft 2020-12) of the matrix files of the trainer with this vocabulary."""
-    keys = {**_plain_keys(), "recipe": _recipe(vocabulary.recipes), **_sections(vocabulary.settings)}
+    keys = {**_plain_keys(), "recipe": _recipe(vocabulary.recipes), **_sections(vocabulary)}
+    if vocabulary.commands:
+        keys |= COMMAND
     return {
         "$schema": DRAFT,
         "title": "A nanbisect matrix",
@@ -89,19 +105,25 @@ def _recipe(recipes: tuple[str, ...]) -> Json:
     return {**(known if recipes else WORD), "description": "the user's model, data and losses for the trainer"}
 
 
-def _sections(settings: Mapping[str, Setting]) -> dict[str, Json]:
-    """`settings`, `factors` and `exclude`: the keys whose words are the trainer's settings."""
+def _sections(vocabulary: Vocabulary) -> dict[str, Json]:
+    """`settings`, `factors` and `exclude`: the keys whose words are the trainer's settings.
+
+    Where a matrix may have flags of its own, it may have settings of its own, too.
+    """
     fixed, varied, named = {}, {}, {}
-    for name, setting in settings.items():
+    for name, setting in vocabulary.settings.items():
         level = _level(setting)
         named[name] = {**level, "description": setting.summary}
-        fixed[name] = {**named[name], "default": setting.default}
+        fixed[name] = {**named[name], **({"default": setting.default} if setting.default else {})}
         levels = {"type": "array", "items": level, "minItems": 2, "uniqueItems": True}
         varied[name] = {**levels, "description": setting.summary}
-    rule = {**_closed(named), "minProperties": 1}
+    one: Json | bool = TEXT if vocabulary.commands else False
+    many: Json | bool = vocabulary.commands and {"type": "array", "items": TEXT, "minItems": 2, "uniqueItems": True}
+    rule = {**_object(named, one), "minProperties": 1}
+    suspicion = "settings under suspicion; the first level is the safe one"
     return {
-        "settings": {**_closed(fixed), "description": "settings that are the same in every cell"},
-        "factors": {**_closed(varied), "description": "settings under suspicion; the first level is the safe one"},
+        "settings": {**_object(fixed, one), "description": "settings that are the same in every cell"},
+        "factors": {**_object(varied, many), "description": suspicion},
         "exclude": {"type": "array", "items": rule, "description": "cells to leave out: those that match any rule"},
     }
 
@@ -114,9 +136,9 @@ def _level(setting: Setting) -> Json:
     return {"enum": [*setting.choices, *booleans]}
 
 
-def _closed(properties: Mapping[str, Json]) -> Json:
-    """An object with no other properties."""
-    return {"type": "object", "properties": dict(properties), "additionalProperties": False}
+def _object(properties: Mapping[str, Json], others: Json | bool) -> Json:
+    """An object with these properties, and others of that schema (False: none)."""
+    return {"type": "object", "properties": dict(properties), "additionalProperties": others}
 
 
 def _or_empty(schema: Json) -> Json:

@@ -139,7 +139,7 @@ class Shape(BaseModel):
     exclude: list[dict[str, Level]] = []
     env: dict[str, Text] = {}
     workdir: Word = Matrix.workdir
-    command: Any = None
+    command: list[Text] | None = None
     flags: Any = None
 
 
@@ -161,6 +161,8 @@ SHAPES = {  # by section and depth: what was expected there, and how to write it
         "write {attention: flash, precision: fp32}",
     ),
     ("exclude", 3): ("a rule names one level of each setting", "write one rule for each level"),
+    ("command", 1): ("must be a list of words", "write command: [python, train.py, --lr, 1e-5]"),
+    ("command", 2): ("a word of the command is one value", "write a flat list of words"),
     ("records", 1): ("must be a list of record ids", "write records: [utt17, utt93]"),
     ("env", 1): ("must be a mapping of names to text", 'write env: {NAME: "value"}'),
 }

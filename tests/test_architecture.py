@@ -17,7 +17,7 @@ TRAINING = ("trainers/sft/", "probe/")  # what runs in the training process
 FLOORS = (
     ("errors", "matrix", "outcome", "events"),
     (
-        *("yaml_tree", "matrix_flags", "matrix_shape", "matrix_check", "matrix_file", "matrix_schema"),
+        *("yaml_tree", "matrix_flags", "matrix_shape", "matrix_command", "matrix_check", "matrix_file", "matrix_schema"),
         *("evidence", "neutrality", "combinations", "attribution", "search", "schedule", "tables", "report"),
     ),
     ("executors", "store", "trainers"),

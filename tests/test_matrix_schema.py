@@ -14,6 +14,7 @@ from nanbisect.matrix import Setting, Vocabulary
 from nanbisect.matrix_file import read_matrix
 from nanbisect.matrix_schema import json_schema
 from nanbisect.matrix_shape import KEYS
+from nanbisect.trainers.registry import VOCABULARIES
 from nanbisect.trainers.sft.settings import VOCABULARY
 from nanbisect.yaml_tree import Findings, Scalar, Tree, parse_tree
 from tests.commands import ROOT
@@ -151,7 +152,17 @@ def test_defaults_are_what_the_schema_takes() -> None:
 
 @pytest.mark.parametrize("path", MATRICES, ids=lambda path: path.name)
 def test_the_shipped_matrices_pass(path: Path) -> None:
-    assert refused(path.read_text(encoding="utf-8")) == []
+    data = loaded(path.read_text(encoding="utf-8"))
+    assert list(complaints(data, json_schema(VOCABULARIES[data["trainer"]]))) == []
+
+
+def test_a_command_has_settings_of_its_own() -> None:
+    schema = json_schema(VOCABULARIES["command"])
+    assert {"command", "flags"} <= set(schema["properties"])
+    text = "trainer: command\ncommand: [a, 1]\nflags: {lr: [--lr]}\nsettings: {lr: 1}\nfactors: {mode: [a, b]}\n"
+    assert list(complaints(loaded(text), schema)) == []
+    assert list(complaints(loaded(text + "exclude: [{mode: [a]}]"), schema)) == [".exclude[0].mode: type"]
+    assert list(complaints(loaded("trainer: command\ncommand: a\nfactors: {mode: [a]}"), schema))
 
 
 @pytest.mark.parametrize(

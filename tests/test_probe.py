@@ -179,7 +179,8 @@ with open(os.path.join(HERE, "pids.json"), "w") as file:
 
 def environment(folder: Path | None, *before: Path) -> dict[str, str]:
     """This environment with the probe writing to a folder (or absent), and other folders on PYTHONPATH."""
-    kept = {key: value for key, value in os.environ.items() if key not in ("NANBISECT_PROBE", "RANK", "PYTHONPATH")}
+    dropped = ("NANBISECT_PROBE", "NANBISECT_STOP", "NANBISECT_STEPS", "NANBISECT_BACKWARDS", "RANK", "PYTHONPATH")
+    kept = {key: value for key, value in os.environ.items() if key not in dropped}
     paths = [str(PROBE / "site")] if folder is not None else []
     found = {**kept, "PYTHONPATH": os.pathsep.join(paths + [str(path) for path in before]), "OMP_NUM_THREADS": "1"}
     return found if folder is None else {**found, "NANBISECT_PROBE": str(folder)}
@@ -258,7 +259,8 @@ def refuse(name: str) -> None:
 def all_seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
     """Run every scenario that was collected, in one go."""
     folder = tmp_path_factory.mktemp("probe")
-    names = [item.name for item in request.session.items if item.name in SCRIPTS]
+    here = request.node.nodeid
+    names = [item.name for item in request.session.items if item.name in SCRIPTS and item.nodeid.startswith(here)]
     for name in names:
         (folder / f"{name}.txt").write_text(SCRIPTS[name])
     script = folder / "runner.py"
@@ -286,7 +288,8 @@ def seen(request: pytest.FixtureRequest, all_seen: dict[str, Seen]) -> Seen:
     note(found=probe().found())
 """)
 def test_healthy_training_leaves_an_account_and_no_event(seen: Seen) -> None:
-    assert [line["kind"] for line in seen.lines] == ["awake", "root", "self_check", "step", "step"]
+    kinds = [line["kind"] for line in seen.lines]
+    assert kinds == ["awake", "root", "self_check", "batch", "step", "batch", "step", "exit"]
     assert seen.kind("self_check")[0]["seen"] is True
     root, (first, second) = seen.kind("root")[0], seen.steps
     assert (root["module"], root["parameters"], root["elements"], root["dtypes"]) == ("Net", 6, 60, {"float32": 6})
@@ -907,8 +910,8 @@ def test_nothing_is_kept_alive(seen: Seen) -> None:
 """)
 def test_a_forked_child_has_events_of_its_own(seen: Seen) -> None:
     child = seen.of_process(seen.note["child"])
-    assert [line["kind"] for line in child] == ["awake", "root", "self_check", "step"]
-    assert child[-1]["step"] == 1 and seen.kind("nonfinite")[0]["step"] == 1 and seen.ended == ["step"]
+    assert [line["kind"] for line in child] == ["awake", "root", "self_check", "batch", "step", "exit"]
+    assert child[-2]["step"] == 1 and seen.kind("nonfinite")[0]["step"] == 1 and seen.ended == ["step"]
 
 
 # injection -------------------------------------------------------------------------------------
@@ -936,8 +939,8 @@ def test_injection_chains_sitecustomize_and_outlasts_find_spec(tmp_path: Path) -
     (path,) = tmp_path.glob("events.*.jsonl")
     assert path.name == f"events.0.{armed['pid']}.jsonl"
     lines = read(path)
-    assert [line["kind"] for line in lines] == ["awake", "root", "self_check", "step"]
-    assert lines[-1]["ended"] == "exit"
+    assert [line["kind"] for line in lines] == ["awake", "root", "self_check", "batch", "step", "exit"]
+    assert lines[-2]["ended"] == "exit" and (lines[-1]["steps"], lines[-1]["backwards"]) == (0, 1)
 
 
 def test_a_process_that_does_not_train_leaves_only_the_armed_line(tmp_path: Path) -> None:
@@ -988,7 +991,7 @@ def train(dtype, autocast, recompute):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     ids, seen = torch.randint(0, 32, (4, 12)), []
     for _ in range(3):
-        for micro in ids.split(2):
+        for micro in torch.utils.data.DataLoader(ids, batch_size=2, shuffle=True):
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 loss = F.cross_entropy(model(micro).float().flatten(0, 1), micro.flatten()) / 2
             loss.backward()
@@ -1022,3 +1025,5 @@ def test_bit_identity_losses_norms_weights_and_random_state_are_the_same_with_th
     steps = [line for line in read(path) if line["kind"] == "step"]
     assert len(steps) == 18 and all(line["ended"] == "step" and line["backwards"] == 2 for line in steps)
     assert not [line for line in read(path) if line["kind"] in ("probe_error", "nonfinite")]
+    batches = [line for line in read(path) if line["kind"] == "batch"]
+    assert {line["matched"] for line in batches} == {"content"} and len(batches) == 36

@@ -8,6 +8,7 @@ never changes what the training computes, and it proves in every run that it was
 
 from __future__ import annotations
 
+import os
 import platform
 from typing import TYPE_CHECKING, Any, Callable
 
@@ -24,12 +25,15 @@ def install(folder: str) -> None:
     import torch
 
     from . import patches
-    from .journal import Journal
+    from .ledger import Ledger
+    from .limits import limits
     from .observer import Observer
 
-    journal = Journal(folder, {"schema": 1, "torch": str(torch.__version__), "python": platform.python_version()})
+    wanted = limits(os.environ)
+    versions = {"schema": 1, "torch": str(torch.__version__), "python": platform.python_version()}
+    journal = Ledger(folder, versions, every_line=wanted.every_line)
     journal.armed()
-    observer = Observer(journal)
+    observer = Observer(journal, wanted)
     try:
         guard = patches.install(observer)
     except Exception as error:  # half of it may be at work: say so, lest the run count as judged

@@ -66,10 +66,23 @@ class Journal:
         append(self.path, line({"kind": kind, "n": number, "time": time.time(), **fields}))
 
 
+def group() -> Any:
+    """torch.distributed, if this process is in a group."""
+    distributed = sys.modules.get("torch.distributed")
+    there = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return distributed if there else None
+
+
+def shared() -> bool:
+    """Whether other processes train with this one: a value may come from them by reduction."""
+    distributed = group()
+    return distributed is not None and int(distributed.get_world_size()) > 1
+
+
 def rank() -> int:
     """This process's rank: from the process group if there is one, else from the launcher's variable."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+    distributed = group()
+    if distributed is not None:
         return int(distributed.get_rank())
     text = os.environ.get("RANK", "")
     return int(text) if text.isdigit() else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from typing import Dict, Iterable, List, NamedTuple, Tuple
 
 import torch
@@ -11,6 +12,7 @@ from .handles import Handle, Handles
 
 RATES = ("dropout", "attention_dropout", "dropout_p", "attn_pdrop")
 UNKNOWN = "?"
+FLAT = 4  # names listed of a flat parameter
 
 Pairs = List[Tuple[str, torch.Tensor]]
 
@@ -33,6 +35,7 @@ class Names:
         self.handles = handles
         self.parameters: Table = {}
         self.buffers: Table = {}
+        self.gathered: Table = {}  # FSDP2's unsharded parameters: leaves of the graph, and empty most of the time
         self.tied: dict[str, list[str]] = {}
         self.lessons = 0
 
@@ -71,7 +74,19 @@ class Names:
     def name(self, tensor: torch.Tensor) -> str:
         """The tensor's name, or "?" for one that no known module holds."""
         entry = self._entry(tensor)
-        return UNKNOWN if entry is None else entry.name
+        if entry is not None:
+            return entry.name
+        gathered = self.gathered.get(id(tensor))
+        if gathered is not None and gathered.handle() is tensor:
+            return gathered.name
+        return _flat(getattr(tensor, "_fqns", ()))
+
+    def gather(self, path: str, module: torch.nn.Module) -> None:
+        """Learn what stands in for a module's parameters while it works."""
+        for key, tensor in module._parameters.items():
+            if tensor is not None and self.name(tensor) == UNKNOWN:
+                name = "%s.%s" % (path, key) if path else key
+                self.gathered[id(tensor)] = Named(name, self.handles.of(tensor), self.lessons)
 
     def named(self, tensor: torch.Tensor) -> bool:
         """Whether a known module holds it."""
@@ -91,6 +106,21 @@ class Names:
         """(name, gradient) of every parameter that has one, in order of registration."""
         pairs = ((name, parameter.grad) for name, parameter in self.live(self.parameters))
         return [(name, grad) for name, grad in pairs if grad is not None]
+
+
+def _flat(names: Iterable[str]) -> str:
+    """The name of FSDP1's flat parameter, which holds many; "?" for any other tensor."""
+    known = list(names)
+    more = ", ..." if len(known) > FLAT else ""
+    return "flat(%s%s)" % (", ".join(known[:FLAT]), more) if known else UNKNOWN
+
+
+def sharded_paths(module: torch.nn.Module) -> dict[int, str]:
+    """id -> path of the modules that hold parameters, where FSDP2 swaps these; else nothing."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if kind is None or not any(isinstance(part, kind) for part in module.modules()):
+        return {}
+    return {id(part): path for path, part in module.named_modules() if part._parameters}
 
 
 def smallest_holder(leaves: Iterable[torch.Tensor]) -> torch.nn.Module | None:

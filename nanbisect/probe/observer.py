@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+import os
 import weakref
 from typing import Any, Callable, Sequence
 
 import torch
 
-from . import numbers
+from . import inputs, numbers
+from .batches import Batches, Forward
 from .graph import Walk
 from .handles import Handles
-from .journal import Journal
-from .names import Names, dropout_active, smallest_holder
+from .ledger import Ledger
+from .limits import Limits
+from .names import Names, dropout_active, sharded_paths, smallest_holder
+from .partial import reason
 from .steps import Steps
+from .stopping import Stopper
 from .window import Clock, Flag, Loss, Window
 
 SEARCHES = 3  # walks over all objects alive, to find a module that training never calls
@@ -24,12 +29,14 @@ TINY = 1 << 10  # scaled losses remembered at most
 class Observer:
     """Takes what the patches see. One a process."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: Ledger, limits: Limits) -> None:
         self.journal = journal
         self.clock = Clock()
         self.handles = Handles()
         self.names = Names(self.handles)
-        self.steps = Steps(journal, self.names, self.clock)
+        self.batches = Batches()
+        self.steps = Steps(journal, self.names, self.clock, self.batches)
+        self.stopper = Stopper(limits, journal)
         self.plain_register: Any = torch.Tensor.register_post_accumulate_grad_hook
         self.guarded_arrived: Callable[[torch.Tensor], Any] = self.arrived
         self.guarded_use: Callable[[Any, str, torch.Tensor | None], Any] = self.use_arrived
@@ -39,12 +46,17 @@ class Observer:
         self.roots: dict[int, weakref.ref[torch.nn.Module]] = {}
         self.scaled: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         self.checked = False
+        self.finished = 0  # the process that wrote its last line
         self.searches = 0
+        self.sharded: dict[int, str] = {}
 
     def forked(self) -> None:
         """This is a child now: what the parent saw stays the parent's."""
         self._begin()
         self.names = self.steps.names = Names(self.handles)
+        self.batches = self.steps.batches = Batches()
+        self.journal.begin()
+        self.stopper.tries = 0
         self.steps.reset()
 
     @property
@@ -57,13 +69,30 @@ class Observer:
         """Whether a non-finite value has surfaced."""
         return self.steps.events > 0
 
+    def finish(self) -> None:
+        """The process ends: write what is left."""
+        if self.finished == os.getpid():
+            return
+        self.finished = os.getpid()
+        self.steps.end("exit")
+        count = self.steps.count
+        self.journal.exit(steps=count.steps, backwards=count.backwards, events=self.steps.events)
+
     # forward -----------------------------------------------------------------------------------
 
-    def forward(self, module: torch.nn.Module) -> None:
+    def stop_if_due(self) -> None:
+        """Raises SystemExit when the driver wants no further step. Called before a training forward."""
+        steps = self.steps
+        why = self.stopper.why(steps.count, steps.window.micro + 1, steps.events)
+        if why is not None and not steps.window.stepping:
+            self.stopper.stop(why, steps.count, steps.window.micro + 1)
+
+    def forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """A training forward of a root module is about to start."""
-        if not self._known(module) and any(p.requires_grad for p in module.parameters()):
-            self._new_root(module)
-        self._end_without_step()
+        if any(p.requires_grad for p in module.parameters()):
+            if not self._known(module):
+                self._new_root(module)
+            self.steps.forward(Forward(type(module).__name__, inputs.tensors([args, kwargs]) or {}))
 
     def _known(self, module: torch.nn.Module) -> bool:
         reference = self.roots.get(id(module))
@@ -72,7 +101,11 @@ class Observer:
     def _new_root(self, module: torch.nn.Module, *, rename: bool = False) -> None:
         self.roots[id(module)] = weakref.ref(module)
         parameters, buffers = self.names.learn(module, rename=rename)
+        self.sharded.update(sharded_paths(module))
         self._describe(module)
+        why = reason(module)
+        if why is not None:
+            self.journal.write("partial", reason=why)
         self.steps.check_loaded(parameters, buffers)
 
     def _describe(self, module: torch.nn.Module) -> None:
@@ -98,7 +131,16 @@ class Observer:
         leaves = [handle() for handle in list(self.window.leaves.values())]
         return [leaf for leaf in leaves if leaf is not None and self.names.named(leaf)]
 
-    def _end_without_step(self) -> None:
+    def returned(self, output: Any) -> None:
+        """A root's forward is over: keep the loss that it returned, in case that it goes no further."""
+        if self.window.forwards:
+            self.window.forwards[-1].loss = inputs.own_loss(output)
+
+    def gathered(self, module: torch.nn.Module) -> None:
+        """A module of FSDP2's has worked, and still has its whole parameters."""
+        self.names.gather(self.sharded[id(module)], module)
+
+    def end_without_step(self) -> None:
         """Gradients that are gone at the next forward: dropped by the script, or freed as they arrived."""
         window = self.window
         if not window.leaves or window.stepping or self.steps.frees_gradients:

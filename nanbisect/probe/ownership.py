@@ -7,7 +7,7 @@ from typing import Any, Iterable
 import torch
 
 from .names import Names
-from .window import Bad
+from .window import Bad, Window
 
 
 def owned(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
@@ -21,6 +21,13 @@ def others(bad: list[Bad], optimizer: torch.optim.Optimizer | None) -> list[Bad]
         return []
     moved = {id(parameter) for parameter in owned(optimizer)}
     return [item for item in bad if id(item.handle()) not in moved]
+
+
+def without_gradient(optimizer: torch.optim.Optimizer, names: Names, window: Window) -> list[str]:
+    """Named parameters of this optimizer that require a gradient and got none (FSDP gives some ranks empty ones)."""
+    got = {id(handle()) for handle in list(window.leaves.values())}
+    lost = [p for p in owned(optimizer) if p.requires_grad and p.grad is None and id(p) not in got and p.numel()]
+    return [names.name(parameter) for parameter in lost if names.named(parameter)]
 
 
 def state_of(optimizers: Iterable[Any], names: Names) -> list[tuple[str, torch.Tensor]]:

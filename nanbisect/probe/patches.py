@@ -11,16 +11,22 @@ import functools
 import os
 import threading
 import types
+from multiprocessing import util
 from typing import Any, Callable
 
 import torch
 from torch.nn.modules import module as modules
 from torch.nn.utils import clip_grad
 from torch.optim import optimizer as optimizers
+from torch.utils.data import get_worker_info
 
 from .guard import Guard, compiling
+from .inputs import call_arguments
+from .libraries import install_libraries
+from .loading import install_loaders
 from .observer import Observer
 from .scaling import absorbed, install_scaler
+from .steps import inside_backward
 
 CLIPS = ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_")
 
@@ -37,8 +43,11 @@ def install(observer: Observer) -> Guard:
     _optimizer(observer, guard)
     _clipping(observer, guard)
     install_scaler(observer, guard)
+    install_loaders(observer, guard)
     os.register_at_fork(after_in_child=guard(observer.forked, "fork"))
-    atexit.register(guard(observer.steps.end, "at exit"), "exit")
+    observer.stopper.finish = guard(observer.finish, "at exit")
+    atexit.register(observer.stopper.finish)
+    util.register_after_fork(observer, lambda _: util.Finalize(None, observer.stopper.finish, exitpriority=0))
     return guard
 
 
@@ -94,21 +103,29 @@ def _swap(observer: Observer) -> None:
 
 def _forward(observer: Observer, guard: Guard) -> None:
     depth = threading.local()
-    root = guard(observer.forward, "forward")
+    settle, root = guard(observer.end_without_step, "forward"), guard(observer.forward, "forward")
+    returned, gathered = guard(observer.returned, "forward"), guard(observer.gathered, "names")
 
-    def before(module: torch.nn.Module, _: Any) -> None:
+    def before(module: torch.nn.Module, args: Any) -> None:
         if compiling():
             return
         if torch._C._current_graph_task_id() != -1:
             observer.window.recomputed += 1
             return
-        depth.value = getattr(depth, "value", 0) + 1
-        if depth.value == 1 and module.training and torch.is_grad_enabled():
-            root(module)
+        inside = getattr(depth, "value", 0)
+        if not inside and module.training and torch.is_grad_enabled() and get_worker_info() is None:
+            settle()
+            observer.stop_if_due()  # before the count of depth: it may raise
+            root(module, *call_arguments(args))
+        depth.value = inside + 1
 
     def after(module: torch.nn.Module, _: Any, output: Any) -> None:
+        if id(module) in observer.sharded and not compiling():
+            gathered(module)
         if not compiling() and torch._C._current_graph_task_id() == -1:
             depth.value = max(0, getattr(depth, "value", 0) - 1)
+            if not depth.value and module.training and torch.is_grad_enabled():
+                returned(output)
 
     modules.register_module_forward_pre_hook(before)
     modules.register_module_forward_hook(after, always_call=True)
@@ -134,11 +151,16 @@ def _optimizer(observer: Observer, guard: Guard) -> None:
 
 
 def _clipping(observer: Observer, guard: Guard) -> None:
-    wrap = functools.partial(_wrap_clip, observer, guard, threading.local())
+    inside = threading.local()
+    wrap = functools.partial(_wrap_clip, observer, guard, inside)
     for name in CLIPS:
         function = getattr(clip_grad, name, None)  # the last is not in torch 2.1
         if function is not None:
             _replace(function, functools.partial(wrap, name.lstrip("_")))
+    total = getattr(clip_grad, "_get_total_norm", None)
+    if total is not None:
+        _replace(total, functools.partial(_wrap_norm, observer, inside))
+    install_libraries(observer, guard, wrap)
 
 
 def _wrap_clip(
@@ -164,6 +186,19 @@ def _wrap_clip(
         return result
 
     return clip
+
+
+def _wrap_norm(observer: Observer, inside: threading.local, inner: Callable[..., Any]) -> Callable[..., Any]:
+    """A script that takes the norm by itself, to clip later or not at all."""
+
+    @functools.wraps(inner)
+    def get_total_norm(*args: Any, **kwargs: Any) -> Any:
+        norm = inner(*args, **kwargs)
+        if not (compiling() or getattr(inside, "clip", False) or inside_backward()):
+            observer.window.norm = norm
+        return norm
+
+    return get_total_norm
 
 
 def _limit(args: Any, kwargs: Any) -> float | None:

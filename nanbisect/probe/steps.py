@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import Any
+from typing import Any, Mapping, Sequence
 
 import torch
 
-from . import numbers
+from . import findings, numbers
 from .account import FIRST_BAD, account
+from .batches import Batches, Forward
 from .handles import Handle
-from .journal import Journal, rank
+from .journal import Journal, rank, shared
 from .names import Names
-from .ownership import others, owned, state_of
-from .window import Bad, Clock, Entry, Flag, Loss, LossValue, Surfaced, Window
+from .ownership import others, owned, state_of, without_gradient
+from .stopping import Count
+from .window import Bad, Clock, Entry, LossValue, Surfaced, Window
 
+UNPAIRED = 64  # forwards that wait for a backward
 EVENTS = 4  # non-finite events written; the first is the one that counts
 STATE_EVERY = 5  # steps between looks at the optimizer's state, after the first three
 
@@ -35,8 +38,9 @@ def inside_backward() -> bool:
 class Steps:
     """Judges losses, gradients, norms, parameters, buffers and optimizer state, step by step."""
 
-    def __init__(self, journal: Journal, names: Names, clock: Clock) -> None:
+    def __init__(self, journal: Journal, names: Names, clock: Clock, batches: Batches) -> None:
         self.journal = journal
+        self.batches = batches
         self.names = names
         self.clock = clock
         self.frees_gradients = False
@@ -46,6 +50,8 @@ class Steps:
         """Begin at step 1 with nothing seen (a forked child's training is its own)."""
         self.window = Window(1)
         self.events = 0
+        self.count = Count()
+        self.unlogged: str | None = None  # a non-finite loss that no log has told of yet
         self.scaler: weakref.ref[Any] | None = None
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.infinite: set[Handle] = set()  # buffers that hold Inf since loading
@@ -62,7 +68,7 @@ class Steps:
                 continue
             self.infinite.add(self.names.handles.of(tensors[entry["name"]]))
             text = "buffer %s holds %s after loading" % (entry["name"], entry["value"])
-            self._repair("infinite_buffer", text, [entry["name"]])
+            self.repair("infinite_buffer", text, [entry["name"]])
         if bad:
             self._event("load", bad[0]["value"], bad, 0, len(parameters) + len(buffers))
 
@@ -72,10 +78,12 @@ class Steps:
         """An outermost backward starts. Carried evidence stays only if it is still in the gradients."""
         window = self.window
         window.micro += 1
+        for forward in window.forwards:
+            forward.micro = window.micro if forward.micro is None else forward.micro
         if window.carried:
-            window.carried = [bad for bad in window.carried if _still(bad)]
+            window.carried = [bad for bad in window.carried if findings.still(bad)]
         if window.deferred is not None and window.micro == 0:
-            left = [bad for bad in window.deferred.bad if _still(bad)]
+            left = [bad for bad in window.deferred.bad if findings.still(bad)]
             window.deferred = window.deferred._replace(bad=left) if left else None
 
     def judge(self) -> None:
@@ -86,36 +94,39 @@ class Steps:
         flags, losses = window.take()
         if not flags and not losses:
             return
+        self._pair()
         unscaled = [loss.handed if loss.unscaled is None else loss.unscaled for loss in losses]
         values = numbers.read([flag.ends for flag in flags] + [loss.handed for loss in losses] + unscaled)
         handed, rest = values[len(flags) : len(flags) + len(losses)], values[len(flags) + len(losses) :]
-        new = [_loss_value(loss, *pair) for loss, pair in zip(losses, zip(handed, rest))]
+        new = [findings.loss_value(loss, *pair) for loss, pair in zip(losses, zip(handed, rest))]
         window.loss_values += new
+        self.unlogged = next((loss.kind for loss in new if loss.kind is not None), self.unlogged)
         window.gradients += sum(flag.use is None for flag in flags)
-        fresh = self._bad_gradients(flags, values[: len(flags)])
+        fresh = findings.bad_gradients(flags, values, window.bad, self.names)
         window.bad += fresh
         if window.step == 1:
             window.norms = numbers.norms(self.names.gradients())
         self._surface(new, fresh)
 
-    def _bad_gradients(self, flags: list[Flag], values: list[numbers.Ends]) -> list[Bad]:
-        """Distinct tensors with a non-finite gradient, in order of arrival, each at its first micro-batch."""
-        known = {id(bad.handle) for bad in self.window.bad}
-        uses: dict[tuple[int, int], list[str]] = {}
-        fresh: list[Bad] = []
-        for flag, (low, high) in zip(flags, values):
-            value, tensor = numbers.kind(low, high), flag.handle()
-            if value is None or tensor is None or id(flag.handle) in known:
-                continue
-            key = (flag.micro, id(flag.handle))
-            if flag.use is not None:
-                uses.setdefault(key, []).append(flag.use)
-                continue
-            known.add(id(flag.handle))
-            grad = tensor.grad if len(fresh) < FIRST_BAD else None
-            entry = numbers.entry(self.names.name(tensor), value, grad, micro=flag.micro, uses=uses.get(key, ()))
-            fresh.append(Bad(flag.handle, entry))
-        return fresh
+    def forward(self, forward: Forward) -> None:
+        """A training forward of a root starts; its batch is looked up when the flags are read."""
+        window = self.window
+        if len(window.forwards) < UNPAIRED:
+            window.forwards.append(forward)
+        elif not window.crowded:  # a script that never calls backward, or calls a part of its model very often
+            window.crowded = True
+            self._pair()
+
+    def _pair(self) -> None:
+        forwards, self.window.forwards = self.window.forwards, []
+        if not forwards:
+            return
+        lines, lost = self.batches.lines(forwards, self.window.step)
+        for fields in lines:
+            self.journal.write("batch", **fields)
+        if lost:
+            text, values = findings.without_backward(lost)
+            self.repair("forward_without_backward", text, values=values)
 
     def _surface(self, losses: list[LossValue], fresh: list[Bad]) -> None:
         """The first non-finite value read: the loss of a micro-batch stands before its gradients."""
@@ -156,7 +167,7 @@ class Steps:
         """A GradScaler skipped this optimizer's step."""
         bad = self.window.all_bad()
         text = "the GradScaler skipped step %d at scale %g" % (self._number(), self._scale() or 0.0)
-        self._repair("scaler_skip", text, [item.entry["name"] for item in bad])
+        self.repair("scaler_skip", text, [item.entry["name"] for item in bad])
         self.end("scaler_skip", optimizer)
 
     def _scale(self) -> float | None:
@@ -192,38 +203,25 @@ class Steps:
         window.clip = {"call": call, "max_norm": max_norm, "raised": raised}
         window.norm = norm if norm is not None else window.norm
         if window.bad:
-            window.after_clip = self._census()
-
-    def _census(self) -> dict[str, Any]:
-        """What a script sees that looks through `named_parameters()` for the first bad gradient."""
-        pairs = self.names.gradients()
-        bad = numbers.bad_of(pairs, counted=1)
-        first: Entry = bad[0] if bad else {"name": None, "nan": 0, "posinf": 0, "neginf": 0, "numel": 0}
-        count = first["nan"] + first["posinf"] + first["neginf"]
-        whole = {"parameters_bad": len(bad), "parameters": len(pairs)}
-        return {"first": first["name"], "bad": count, "numel": first["numel"], **whole}
+            window.after_clip = findings.census(self.names)
 
     # optimizer ---------------------------------------------------------------------------------
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer is about to move: judge now, and see which of its bad gradients were repaired."""
+        first = optimizer not in self.optimizers
         self.optimizers.add(optimizer)
         self.window.stepping = True
         if inside_backward():
             return
         self.judge()
-        moved = {id(parameter) for parameter in owned(optimizer)}
-        mine = [(bad.entry["name"], bad.handle()) for bad in self.window.all_bad() if id(bad.handle()) in moved]
-        live = [(name, tensor.grad) for name, tensor in mine if tensor is not None]
-        dropped = [name for name, grad in live if grad is None]
-        if dropped:
-            text = "%d non-finite gradients were set to None before the optimizer" % len(dropped)
-            self._repair("gradients_set_to_none", text, dropped)
-        kept = [(name, grad) for name, grad in live if grad is not None]
-        repaired = [name for name, grad in kept if not numbers.bad_of([(name, grad)], counted=0)]
-        if repaired:
-            text = "%d gradients arrived non-finite and were finite again at the optimizer" % len(repaired)
-            self._repair("gradients_repaired", text, repaired)
+        if first and self.window.seen:
+            lost = without_gradient(optimizer, self.names, self.window)
+            if lost:
+                text = "%d parameters that require a gradient had none at the first step" % len(lost)
+                self.repair("no_gradient", text, lost)
+        for code, text, names in findings.repaired(self.window.all_bad(), optimizer):
+            self.repair(code, text, names)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has moved. In a hook during backward the step ends when backward does."""
@@ -239,23 +237,21 @@ class Steps:
         waiting = self._settle(how, optimizer)
         if how == "dropped":
             text = "step %d was dropped: gradients set to None, no optimizer step" % window.step
-            self._repair("dropped_step", text, [])
-        norm = self._norm()
+            self.repair("dropped_step", text)
+        norm = findings.host_norm(window.norm)
         self._check_norm(norm, how)
         self._check_after(how == "step", optimizer)
+        if how == "exit":
+            self._pair()
         if window.seen:
             self.journal.write("step", **account(window, how, norm, self.clock))
+            self.count.ended(how, window.micro + 1)
         self.window = Window(window.step + window.seen, others(window.all_bad(), optimizer), waiting)
+        self.window.forwards = window.forwards  # of a step that has no backward yet
 
     def _number(self) -> int:
         """The step that the work belongs to: the one before, if no backward was seen since."""
         return self.window.step if self.window.seen else max(1, self.window.step - 1)
-
-    def _norm(self) -> float | None:
-        norm = self.window.norm
-        if isinstance(norm, torch.Tensor) and hasattr(norm, "full_tensor"):
-            norm = norm.full_tensor()
-        return None if norm is None else float(norm)
 
     def _check_norm(self, norm: float | None, how: str) -> None:
         window = self.window
@@ -263,10 +259,11 @@ class Steps:
             return
         if math.isinf(norm):
             text = "the gradient norm was Inf, so clipping set every finite gradient to 0"
-            self._repair("zero_after_inf", text, [])
+            self.repair("zero_after_inf", text)
         if not (window.bad or window.carried or window.surfaced):
             value = "nan" if math.isnan(norm) else "+inf"
-            self._event("clip", value, [], window.micro_batch, len(window.leaves), step=self._number())
+            phase = "reduce" if shared() and findings.came_from_others(norm, self.names) else "clip"
+            self._event(phase, value, [], window.micro_batch, len(window.leaves), step=self._number())
 
     def _check_after(self, moved: bool, optimizer: torch.optim.Optimizer | None) -> None:
         """Buffers always (a forward may poison them), parameters and state if the optimizer moved."""
@@ -289,6 +286,9 @@ class Steps:
             step, micro = self._number(), self.window.micro_batch
             for entry in bad:
                 entry["micro_batch"] = micro
+            if phase == "optimizer" and shared() and not self.window.all_bad():
+                reduced = numbers.bad_of(self.names.gradients())
+                phase, bad = ("reduce", reduced) if reduced else (phase, bad)
             self._event(phase, bad[0]["value"], bad, micro, len(pairs), step=step)
 
     # writing -----------------------------------------------------------------------------------
@@ -303,16 +303,11 @@ class Steps:
             value=value, tensors=bad[:FIRST_BAD], bad=len(bad), of=of, scale=self.window.scale,
         )  # fmt: skip
 
-    def _repair(self, code: str, text: str, tensors: list[str]) -> None:
-        self.journal.write("repair", step=self._number(), code=code, text=text, tensors=tensors[:FIRST_BAD])
-
-
-def _loss_value(loss: Loss, handed: numbers.Ends, value: numbers.Ends) -> LossValue:
-    return LossValue(loss.micro, handed[0], None if loss.unscaled is None else value[0], numbers.kind(*value))
-
-
-def _still(bad: Bad) -> bool:
-    """Whether the gradient is there and still non-finite. Reads the host: for flagged gradients only."""
-    tensor = bad.handle()
-    grad = None if tensor is None else tensor.grad
-    return grad is not None and bool(numbers.bad_of([("", grad)], counted=0))
+    def repair(
+        self, code: str, text: str, tensors: Sequence[str] = (), *, values: Mapping[str, Any] | None = None
+    ) -> None:
+        """Something was repaired without a word; `values`: numbers that show it."""
+        listed = list(tensors[:FIRST_BAD])
+        self.journal.write(
+            "repair", step=self._number(), code=code, text=text, tensors=listed, values=dict(values or {})
+        )

@@ -69,6 +69,8 @@ class Window:
         self.recomputed = 0
         self.kernels: dict[str, int] = {}
         self.leaves: dict[int, Handle] = {}
+        self.forwards: list[Any] = []  # batches.Forward, not paired yet
+        self.crowded = False  # too many of them came at once
         self.gradients = 0
         self.bad: list[Bad] = []
         self.loss_values: list[LossValue] = []

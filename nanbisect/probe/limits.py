@@ -1,0 +1,29 @@
+"""What the driver wants of this process, read from the environment once, when the probe is installed."""
+
+from __future__ import annotations
+
+from typing import Mapping, NamedTuple
+
+
+class Limits(NamedTuple):
+    """`at_event`: stop at the first non-finite event. `steps`, `backwards`: stop after so many (0: never).
+
+    `every_line`: the run has an end that the driver knows, so every step is written. Otherwise (a command
+    that may run for days) files are kept small.
+    """
+
+    at_event: bool = False
+    steps: int = 0
+    backwards: int = 0
+    every_line: bool = True
+
+
+def limits(environment: Mapping[str, str]) -> Limits:
+    """NANBISECT_STOP, NANBISECT_STEPS and NANBISECT_BACKWARDS. The built-in trainer sets none: it stops by itself."""
+    steps, backwards = (_number(environment.get(name, "")) for name in ("NANBISECT_STEPS", "NANBISECT_BACKWARDS"))
+    stop = environment.get("NANBISECT_STOP")
+    return Limits(stop == "event", steps, backwards, stop is None or bool(steps or backwards))
+
+
+def _number(text: str) -> int:
+    return int(text) if text.strip().isdigit() else 0

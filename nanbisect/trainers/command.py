@@ -1,0 +1,290 @@
+"""Any training command, unmodified: the plain `command` trainer, and the presets. No torch here."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nanbisect.errors import UsageError
+from nanbisect.evidence import Effect
+from nanbisect.matrix import Cell, Matrix, Vocabulary, expand
+from nanbisect.matrix_command import placeholders
+from nanbisect.outcome import Note
+from nanbisect.store import DIARY
+from nanbisect.trainers import templates
+from nanbisect.trainers.base import Launch, probe_environment
+from nanbisect.trainers.command_problems import problems
+from nanbisect.trainers.interpreter import find_program, find_python
+from nanbisect.trainers.presets import Preset
+from nanbisect.trainers.sft import effect
+from nanbisect.trainers.sft.launch import model_path
+
+INSTALLED = Path(__file__).with_name("installed.py")
+CONFIG_FILE = "config.yaml"
+OWN_CONFIG = "config_file"  # the setting that names a configuration of the user's, over which ours is laid
+BATCH = ("batch_size", "gradient_accumulation", "processes")  # settings whose product is the global batch
+NO_TRACKERS = {
+    "WANDB_MODE": "disabled",
+    "COMET_MODE": "disabled",
+    "SWANLAB_MODE": "disabled",
+    "DISABLE_MLFLOW_INTEGRATION": "TRUE",
+}
+KERNELS = {"eager": ("SoftmaxBackward0",), "sdpa": effect.ANY_SDPA, "flash": effect.FLASH}
+
+
+class CommandTrainer:
+    """Starts the user's own command for a cell, under the probe."""
+
+    def __init__(self, preset: Preset) -> None:
+        self.preset = preset
+        self.vocabulary = Vocabulary(settings=preset.settings, check=self._problems, commands=True)
+
+    def launch(self, matrix: Matrix, cell: Cell, *, seed: int, folder: Path) -> Launch:
+        """One attempt of a cell. Writes the configuration file, where the command reads one."""
+        folder, workdir = folder.resolve(), workdir_of(matrix)
+        settings = {**self._defaults, **matrix.settings, **cell.levels}
+        parts = templates.parts_of(matrix, self.preset, settings)
+        steps = steps_of(matrix, settings)
+        values = {**settings, **self._values(matrix, parts, steps=steps, seed=seed, folder=folder)}
+        env = self._environment(matrix)
+        words, expansions = self._named(matrix, parts, env)
+        argv = _filled(words, values)
+        if any(part.config for part in expansions):
+            base = _own_config(settings.get(OWN_CONFIG), Path(matrix.folder))
+            write_config(folder / CONFIG_FILE, templates.config_of(expansions, values, base))
+        probe = {
+            **probe_environment(folder, {"PYTHONPATH": _absolute_path(matrix, workdir)}),
+            "NANBISECT_STOP": "event",
+            "NANBISECT_STEPS": str(steps),
+        }
+        model = values.get("model")
+        return Launch(argv, str(workdir), {**env, **probe}, model is not None and not Path(model).is_absolute())
+
+    def check(self, matrix: Matrix, *, folder: Path) -> Launch:
+        """One look into the command's own Python. Raises UsageError when there is no such command."""
+        folder, workdir, env = folder.resolve(), workdir_of(matrix), self._environment(matrix)
+        settings = {**self._defaults, **matrix.settings, **matrix.baseline}
+        parts = templates.parts_of(matrix, self.preset, settings)
+        values = {**settings, **self._values(matrix, parts, steps=matrix.steps, seed=0, folder=folder)}
+        argv = _filled(parts.argv(self.preset.after), values)
+        whole = {**os.environ, **env}
+        if find_program(argv[0], workdir=workdir, env=whole) is None:
+            where = f"no program {workdir / argv[0]}" if "/" in argv[0] else "it is not on PATH"
+            raise UsageError(
+                f"the command can't be started: {argv[0]}: {where}\n"
+                "try: activate the environment that you train in, or write the whole path into the command"
+            )
+        _own_config(settings.get(OWN_CONFIG), Path(matrix.folder))
+        python = find_python(argv, workdir=workdir, env=whole)
+        job = {
+            "diary": str(folder / DIARY),
+            "device": matrix.device,
+            "known": python is not None,
+            "flags": templates.flag_names(self._all_of_ours(matrix)) if python else [],
+            "parsers": [_parser(item, workdir, values) for item in self.preset.parsers],
+            "needs": self._needs(matrix),
+        }
+        path = folder / "check.json"
+        path.write_text(json.dumps(job), encoding="utf-8")
+        return Launch((str(python or sys.executable), str(INSTALLED), str(path)), str(workdir), env)
+
+    def effect(self, matrix: Matrix, cell: Cell, resolved: Mapping[str, Any]) -> Effect:
+        """Checkpointing is judged by what ran again in backward; attention is a doubt, the code is not ours."""
+        settings = {**matrix.settings, **cell.levels}
+        level = settings.get("gradient_checkpointing", "")
+        judged = {"gradient_checkpointing": level} if level in ("on", "off", "true", "false", "reentrant") else {}
+        failed = effect.effect_of(judged, frozenset(), resolved).failed
+        return Effect(failed, tuple(_attention_doubts(cell.levels.get("attention"), resolved)))
+
+    def work(self, matrix: Matrix, cell: Cell) -> float:
+        """Micro-batches of a cell, as far as its settings tell."""
+        settings = {**matrix.settings, **cell.levels}
+        return float(steps_of(matrix, settings) * _count(settings, "gradient_accumulation"))
+
+    # pieces ------------------------------------------------------------------------------------
+
+    @property
+    def _defaults(self) -> dict[str, str]:
+        """Settings that are nothing but placeholders of the preset."""
+        flags = self.preset.flags
+        return {n: s.default for n, s in self.preset.settings.items() if s.default and n not in flags and n != "seed"}
+
+    def _values(self, matrix: Matrix, parts: templates.Parts, *, steps: int, seed: int, folder: Path) -> dict[str, str]:
+        """What the built-in placeholders stand for; those that this matrix lacks are absent."""
+        used = {name for word in parts.base for name in placeholders(word)}
+        used |= {name for part in parts.expansions for name in placeholders([part.words, part.config])}
+        values = {
+            "steps": str(steps),
+            "steps_plus_one": str(steps + 1),
+            "seed": str(seed),
+            "cell_dir": str(folder),
+            "config": str(folder / CONFIG_FILE),
+            "gpus": str(matrix.gpus_per_cell),
+        }
+        model, data = model_path(matrix), data_of(matrix)
+        values |= {} if model is None else {"model": model}
+        values |= {} if data is None else {"data": data}
+        return values | ({"port": str(free_port())} if "port" in used else {})
+
+    def _environment(self, matrix: Matrix) -> dict[str, str]:
+        return {**NO_TRACKERS, **matrix.env}
+
+    def _named(
+        self, matrix: Matrix, parts: templates.Parts, env: Mapping[str, str]
+    ) -> tuple[tuple[str, ...], list[Any]]:
+        """The words and keys with the names that the installed trainer knows."""
+        workdir = workdir_of(matrix)
+
+        def known() -> frozenset[str]:
+            python = find_python(parts.base, workdir=workdir, env={**os.environ, **env})
+            parsers = tuple(item for item in self.preset.parsers if not item.startswith("{"))
+            return installed_names(str(python), parsers, str(workdir)) if python else frozenset()
+
+        words = templates.resolved_names(parts.argv(self.preset.after), known)
+        return words, [templates.resolved_keys(part, known) for part in parts.expansions]
+
+    def _all_of_ours(self, matrix: Matrix) -> list[Any]:
+        """Every template of the preset that some cell uses."""
+        parts = templates.parts_of(matrix, self.preset, {})
+        used = _levels(matrix)
+        flags = {name: levels for name, levels in self.preset.flags.items() if name not in matrix.flags}
+        levels = [{name: level} for name, texts in used.items() for level in texts]
+        return [*parts.ours, parts.forced, *(part for one in levels for part in templates.expand_flags(flags, one))]
+
+    def _needs(self, matrix: Matrix) -> dict[str, dict[str, str]]:
+        """What levels of this matrix need, by the preset."""
+        used = _levels(matrix)
+        return {
+            name: {level: package for level, package in needs.items() if level in used[name]}
+            for name, needs in self.preset.needs.items()
+            if name in used and name not in matrix.flags
+        }
+
+    def _problems(self, matrix: Matrix) -> Sequence[tuple[str, str, str]]:
+        return tuple(problems(matrix, self.preset))
+
+
+# helpers ---------------------------------------------------------------------------------------
+
+
+def steps_of(matrix: Matrix, settings: Mapping[str, str]) -> int:
+    """Optimizer steps of a cell: smaller global batches take proportionally more, over the same records."""
+    largest = max(_global_batch({**matrix.settings, **cell.levels}) for cell in expand(matrix))
+    return -(-matrix.steps * largest // _global_batch(settings))
+
+
+def _global_batch(settings: Mapping[str, str]) -> int:
+    return math.prod(_count(settings, name) for name in BATCH)
+
+
+def _count(settings: Mapping[str, str], name: str) -> int:
+    """A setting's whole number; 1 for one that is not given or means something else here."""
+    text = settings.get(name, "")
+    return max(1, int(text)) if text.isdecimal() else 1
+
+
+def _parser(item: str, workdir: Path, values: Mapping[str, str]) -> str:
+    """A pattern below a package, or the whole path of the script that parses. Raises UsageError without it."""
+    if not item.startswith("{"):
+        return item
+    path = workdir / _filled([item], values)[0]
+    if not path.is_file():
+        raise UsageError(
+            f"the script is not there: no file {path}\ntry: --set {item[1:-1]}=PATH, or workdir: in the matrix"
+        )
+    return str(path)
+
+
+def _levels(matrix: Matrix) -> dict[str, tuple[str, ...]]:
+    """Every level that some cell has, by setting."""
+    fixed: dict[str, tuple[str, ...]] = {name: (level,) for name, level in matrix.settings.items()}
+    return fixed | {factor.name: factor.levels for factor in matrix.factors}
+
+
+def workdir_of(matrix: Matrix) -> Path:
+    """Where the command runs. Raises UsageError if it is not there."""
+    path = Path(matrix.folder, Path(matrix.workdir).expanduser()).resolve()
+    if not path.is_dir():
+        raise UsageError(f"the working folder {matrix.workdir!r} is not there: {path}\ntry: workdir: in the matrix")
+    return path
+
+
+def data_of(matrix: Matrix) -> str | None:
+    """A local file or folder made absolute, anything else (a hub name, a pattern) as it is."""
+    if matrix.data is None:
+        return None
+    path = Path(matrix.folder, Path(matrix.data).expanduser())
+    return str(path.resolve()) if path.exists() else matrix.data
+
+
+def _filled(words: Sequence[str], values: Mapping[str, str]) -> tuple[str, ...]:
+    try:
+        return templates.fill_all(words, values)
+    except KeyError as error:
+        name = str(error.args[0])
+        flag = {"model": "--model-path DIR-OR-HUB-ID", "data": "--train-jsonl FILE"}.get(name, f"--set {name}=VALUE")
+        raise UsageError(f"the command needs {{{name}}}, and the matrix has none\ntry: {flag}") from error
+
+
+def _absolute_path(matrix: Matrix, workdir: Path) -> str:
+    """PYTHONPATH with whole paths: the matrix's are relative to the working folder, ours to where we stand."""
+    own = matrix.env.get("PYTHONPATH")
+    base = Path.cwd() if own is None else workdir
+    text = os.environ.get("PYTHONPATH", "") if own is None else own
+    return ":".join(str(base / entry) for entry in text.split(":") if entry)
+
+
+def _own_config(path: str | None, folder: Path) -> dict[str, Any]:
+    """The user's configuration, read as the trainers read it. Raises UsageError for one that can't be used."""
+    if not path:
+        return {}
+    file = Path(folder, Path(path).expanduser())
+    try:
+        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"the configuration {file} can't be read: {error}\ntry: --set {OWN_CONFIG}=FILE") from error
+    if not isinstance(data, dict):
+        raise UsageError(f"the configuration {file} is no mapping of keys\ntry: --set {OWN_CONFIG}=FILE")
+    return data
+
+
+def write_config(path: Path, data: Mapping[str, Any]) -> None:
+    """As YAML that PyYAML and OmegaConf read back unchanged: 1e-05 is written 1.0e-05."""
+    path.write_text(yaml.safe_dump(dict(data), sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def free_port() -> int:
+    """A port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@lru_cache(maxsize=32)
+def installed_names(python: str, parsers: tuple[str, ...], workdir: str) -> frozenset[str]:
+    """The flags that the trainer's sources define in that interpreter; empty when nobody can tell."""
+    script = [python, str(INSTALLED), "--names", "/dev/stdin"]
+    job = json.dumps({"parsers": parsers})
+    done = subprocess.run(script, input=job, capture_output=True, text=True, cwd=workdir, check=False, timeout=120)
+    return frozenset(json.loads(done.stdout)) if done.returncode == 0 else frozenset()
+
+
+def _attention_doubts(level: str | None, resolved: Mapping[str, Any]) -> Iterator[Note]:
+    family = next((name for name in KERNELS if level is not None and level.startswith(name)), None)
+    seen = resolved.get("kernels", {})
+    wanted = KERNELS.get(family or "", ())
+    if family is None or not seen:
+        return
+    if not any(node == want or (want != "SoftmaxBackward0" and want in node) for node in seen for want in wanted):
+        shows = ", ".join(sorted(seen))
+        yield Note("attention_otherwise", f"the command was given attention={level}, and the graph shows {shows}")
