@@ -48,7 +48,7 @@ def run(path: Path, overrides: Overrides, occasion: Occasion, *, out: Path | Non
         machine = driving.check_machine(matrix, trainer, executor, occasion)
         if store is None:
             store = Store.create(
-                out or driving.default_folder(matrix, reports), driving.run_json(matrix, machine, occasion)
+                out or driving.default_folder(matrix, reports), driving.run_json(matrix, trainer, machine, occasion)
             )
         driver = Driver(matrix, trainer, executor, store=store, machine=machine, occasion=occasion)
         try:
@@ -111,6 +111,8 @@ def rerun(name: str, cell_name: str, *, repeat: int, changes: tuple[str, ...], r
     driver = Driver(changed, trainer, executor, store=store, machine=machine, occasion=occasion)
     target = variant or cell
     seeds = _seeds(earlier, driver, repeat)
+    for name in driving.changed_inputs(store.run(), trainer, matrix):
+        console.print(f"caution: the {name} is not what it was when this run began", style="yellow", soft_wrap=True)
     try:
         with store.lock():
             outcomes = driver.again(
@@ -247,6 +249,12 @@ def _to_resume(matrix: Matrix, out: Path | None, reports: Path) -> Store:
         raise StoreError(
             f"{folder} was run with another matrix: {', '.join(changed)} changed\n"
             "try: a new run, or the matrix and flags of that run (its run.json has them)"
+        )
+    edited = driving.changed_inputs(store.run(), TRAINERS[matrix.trainer], matrix)
+    if edited:
+        raise StoreError(
+            f"{folder} was run with another {', '.join(edited)}: it changed since, and cells must be of one experiment\n"
+            "try: a new run"
         )
     return store
 

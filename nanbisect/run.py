@@ -22,7 +22,7 @@ from nanbisect.executors.base import Executor, Exit, Handle, Task, child_environ
 from nanbisect.matrix import Cell, Matrix, expand, run_order
 from nanbisect.matrix_file import matrix_from_json, matrix_to_json
 from nanbisect.outcome import CellResult, Outcome, Status
-from nanbisect.store import DIARY, Store, read_evidence, read_lines
+from nanbisect.store import DIARY, Store, fingerprint, read_evidence, read_lines
 from nanbisect.trainers.base import Trainer
 
 Listener = Callable[[Event], None]
@@ -101,16 +101,23 @@ def slot_environment(slot: str, occasion: Occasion) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": "", **threads}
 
 
-def run_json(matrix: Matrix, machine: Machine, occasion: Occasion) -> dict[str, Any]:
+def run_json(matrix: Matrix, trainer: Trainer, machine: Machine, occasion: Occasion) -> dict[str, Any]:
     """What `run.json` records."""
     return {
         "matrix": matrix_to_json(matrix),
+        "inputs": {name: fingerprint(path) for name, path in trainer.inputs(matrix).items()},
         "matrix_path": occasion.matrix_path,
         "arguments": list(occasion.arguments),
         "environment": machine.environment,
         "blocked": [[dict(levels), reason] for levels, reason in machine.blocked],
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def changed_inputs(run: Mapping[str, Any], trainer: Trainer, matrix: Matrix) -> tuple[str, ...]:
+    """Names of inputs that are not what they were when the run began."""
+    now = {name: fingerprint(path) for name, path in trainer.inputs(matrix).items()}
+    return tuple(name for name, mark in run.get("inputs", {}).items() if now.get(name) != mark)
 
 
 def from_run_json(data: Mapping[str, Any]) -> tuple[Matrix, Machine, Occasion]:

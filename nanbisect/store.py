@@ -16,6 +16,7 @@ import contextlib
 import errno
 import fcntl
 import functools
+import hashlib
 import json
 import os
 import re
@@ -34,6 +35,7 @@ SCHEMA = 1
 RUN, RESULT, CSV, REPORT, LOCK = "run.json", "result.json", "results.csv", "report.md", ".lock"
 OUTCOME, LOG, DIARY, ARMED = "outcome.json", "log.txt", "trainer.jsonl", "armed.jsonl"
 TAIL_BYTES = 1 << 16
+LARGE, ENDS = 1 << 26, 1 << 20
 PROBE = Path(__file__).parent / "probe"
 ATTEMPT = re.compile(r"^attempt-(\d+)$")
 
@@ -210,6 +212,25 @@ def find_run(name: str, reports: Path) -> Path:
     raise StoreError(f"there is no run {name!r}\ntry: the path of a run folder, its name below {reports}, or `latest`")
 
 
+def fingerprint(path: Path) -> str:
+    """A file's or folder's mark, to notice that it changed: names, sizes, and the bytes of what is small.
+
+    Of a file above 64 MiB (weights) the first and last MiB stand for the rest.
+    """
+    digest = hashlib.sha256()
+    files = [path] if path.is_file() else sorted(entry for entry in path.rglob("*") if entry.is_file())
+    with explained(path, "read"):
+        for file in files:
+            size = file.stat().st_size
+            digest.update(f"{file.relative_to(path) if file != path else ''} {size}".encode())
+            with file.open("rb") as handle:
+                digest.update(handle.read(LARGE if size <= LARGE else ENDS))
+                if size > LARGE:
+                    handle.seek(-ENDS, os.SEEK_END)
+                    digest.update(handle.read())
+    return digest.hexdigest()[:16]
+
+
 def atomic_write(path: Path, text: str) -> None:
     """Temporary file, fsync, replace, fsync of the folder: the file is whole or absent, never torn."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -230,7 +251,7 @@ def atomic_write(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def explained(path: Path) -> Iterator[None]:
+def explained(path: Path, verb: str = "written") -> Iterator[None]:
     """OSErrors of the file system in the user's words."""
     try:
         yield
@@ -241,7 +262,7 @@ def explained(path: Path) -> Iterator[None]:
             errno.EACCES: "no permission\ntry: --out with a folder that you may write",
             errno.EROFS: "the file system is read-only\ntry: --out with a folder that you may write",
         }.get(error.errno or 0, error.strerror or str(error))
-        raise StoreError(f"{path} can't be written: {mend}") from error
+        raise StoreError(f"{path} can't be {verb}: {mend}") from error
 
 
 def _listed(folder: Path) -> list[Path]:

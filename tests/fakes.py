@@ -101,6 +101,10 @@ class FakeTrainer:
         """Everything took effect."""
         return Effect()
 
+    def inputs(self, matrix: Matrix) -> Mapping[str, Path]:
+        """Nothing."""
+        return {}
+
     def work(self, matrix: Matrix, cell: Cell) -> float:
         """Two micro-batches, as many as the files have."""
         return 2.0

@@ -132,6 +132,11 @@ def test_a_finite_run_ends_with_zero_and_resumes_to_the_same(place: Path) -> Non
     assert json.loads((place / "out" / "result.json").read_text())["cells"] == json.loads(before)["cells"]
     nanbisect(*RUN, cwd=place).refused("not empty", "--resume")
     nanbisect(*RUN, "--resume", "--steps", "2", cwd=place).refused("another matrix", "steps")
+    data = (place / "train.jsonl").read_text()
+    (place / "train.jsonl").write_text(data.replace("a", "e", 1))
+    nanbisect(*RUN, "--resume", cwd=place).refused("another data", "a new run")
+    assert "the data is not what it was" in nanbisect("rerun", "out", "1", "--with", "max_length=32", cwd=place).out
+    (place / "train.jsonl").write_text(data)
     nanbisect("rerun", "out", "batch_size", cwd=place).refused("2 cells match")
     nanbisect("rerun", "out", "1", "--with", "precision=fp99", cwd=place).refused("fp99", "bf16")
     nanbisect("rerun", "nowhere", "1", cwd=place).refused("no run 'nowhere'")

@@ -48,6 +48,9 @@ class Trainer(Protocol):
     def work(self, matrix: Matrix, cell: Cell) -> float:
         """How much a cell has to do: its number of micro-batches."""
 
+    def inputs(self, matrix: Matrix) -> Mapping[str, Path]:
+        """Files and folders whose change makes another experiment: recipe, data, model, as far as they are local."""
+
 
 def probe_environment(folder: Path, inherited: Mapping[str, str]) -> dict[str, str]:
     """The variables that put the probe into every Python process below, with events in `folder`."""

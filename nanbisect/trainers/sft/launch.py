@@ -55,6 +55,11 @@ class SftTrainer:
         """Micro-batches of a cell."""
         return float(-(-size(matrix) // value_of({**matrix.settings, **cell.levels}, "batch_size")))
 
+    def inputs(self, matrix: Matrix) -> Mapping[str, Path]:
+        """The recipe's file, the data file and the model's folder, where they are local."""
+        found = {"recipe": recipe_path(matrix), "data": data_path(matrix), "model": model_path(matrix)}
+        return {name: Path(path) for name, path in found.items() if path and Path(path).is_absolute()}
+
     @staticmethod
     def _argv(folder: Path) -> tuple[str, ...]:
         return (sys.executable, "-m", "nanbisect.trainers.sft", str(folder / "job.json"))
