@@ -28,6 +28,8 @@ from nanbisect.trainers.base import Trainer
 Listener = Callable[[Event], None]
 POLL = 0.05
 CHECK_TIMEOUT = 900.0
+MAY_END_OTHERWISE = (Status.FAILED, Status.TIMED_OUT, Status.OUT_OF_MEMORY)  # tried again by --resume, once
+RETRIES = 1  # of an attempt that somebody killed, in one run; --resume tries again
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,10 @@ class Driver:
         self.running: list[Running] = []
         self.free = list(machine.slots)
         self.trained = any(outcome.judged for result in self.results() for outcome in result.attempts)
+        self.seeds = [self.seed(index) for index in range(1, matrix.repeat + 1)]
+        self.killed: dict[str, int] = {}
+        self.once_more: set[str] = set()
+        self.work = trainer.work(matrix, self.cells)
         self.variant = False
         self.echo: Listener = lambda event: None
 
@@ -171,6 +177,7 @@ class Driver:
         order = run_order(self.matrix, self.cells, lambda cell: schedule.blocked_by(cell, self.blocked) is None)
         self.executor.recover(self.store.folder)
         results = {cell.id: CellResult(cell, self._finished(cell)) for cell in order}
+        self.once_more = {name for name, result in results.items() if result.status in MAY_END_OTHERWISE}
         listener(RunStarted(str(self.store), order, sum(self._done(result) for result in results.values())))
         for levels, reason in self.blocked:
             listener(LevelBlocked(levels, reason))
@@ -208,7 +215,8 @@ class Driver:
     def _startable(self, results: Mapping[str, CellResult]) -> list[schedule.Attempt]:
         """Attempts to make now. The first cell goes alone: it shows whether model and data can be used."""
         under_way = {entry.attempt.cell.id for entry in self.running}
-        attempts = schedule.pending(tuple(results.values()), repeat=self.matrix.repeat, running=under_way)
+        given_up = [name for name, times in self.killed.items() if times > RETRIES]
+        attempts = schedule.pending(tuple(results.values()), seeds=self.seeds, running=under_way, given_up=given_up)
         if self.trained:
             return attempts
         return attempts[:1] if not self.running else []
@@ -230,7 +238,8 @@ class Driver:
         return int(lines[0]["resolved"].get("seed", 0)) if lines else self.seed(1)
 
     def _done(self, result: CellResult) -> bool:
-        return not schedule.pending([result], repeat=self.matrix.repeat, running=())
+        given_up = self.killed.get(result.cell.id, 0) > RETRIES
+        return given_up or not schedule.pending([result], seeds=self.seeds, again=self.once_more)
 
     # one attempt -------------------------------------------------------------------------------
 
@@ -280,7 +289,9 @@ class Driver:
         entry = ended[0]
         first = not any(result.attempts for result in results.values())
         if outcome.bad_input and first:
-            raise BadFirstCell(outcome.reason)
+            what, _, mend = outcome.reason.partition("\ntry:")
+            mend = mend or " mend what it names; nothing was kept of this run"
+            raise BadFirstCell(f"{what} (in the first cell, {entry.attempt.cell.id})\ntry:{mend}")
         self.store.write_outcome(entry.folder, outcome)
         if outcome.blocked and entry.attempt.cell.levels.items() >= outcome.blocked.items():
             self.blocked.append((outcome.blocked, outcome.reason))
@@ -295,6 +306,9 @@ class Driver:
 
     def _tell(self, cell: Cell, outcome: Outcome, results: dict[str, CellResult]) -> None:
         self.trained = self.trained or outcome.judged
+        if outcome.status is Status.KILLED:
+            self.killed[cell.id] = self.killed.get(cell.id, 0) + 1
+        self.once_more.discard(cell.id)
         before = results[cell.id]
         results[cell.id] = replace(before, attempts=(*before.attempts, outcome))
         done = sum(self._done(result) for result in results.values())
@@ -305,9 +319,9 @@ class Driver:
         now = time.monotonic()
         return schedule.time_left(
             open_,
-            repeat=self.matrix.repeat,
+            seeds=self.seeds,
             elapsed={entry.attempt.cell.id: now - entry.began for entry in self.running},
-            work={result.cell.id: self.trainer.work(self.matrix, result.cell) for result in open_},
+            work=self.work,
             slots=len(self.machine.slots),
         )
 
@@ -351,12 +365,12 @@ class BadFirstCell(UsageError):
 
 def execute(driver: Driver, listener: Listener) -> tuple[CellResult, ...]:
     """A whole run under the folder's lock. A first cell that can't begin leaves no folder behind."""
-    try:
-        with driver.store.lock():
+    with driver.store.lock():
+        try:
             return driver.run(listener)
-    except BadFirstCell:
-        driver.store.discard()
-        raise
+        except BadFirstCell:
+            driver.store.discard()
+            raise
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from nanbisect.outcome import Outcome, jsonable
 
 SCHEMA = 1
 RUN, RESULT, CSV, REPORT, LOCK = "run.json", "result.json", "results.csv", "report.md", ".lock"
+IGNORE, IGNORE_ALL = ".gitignore", "*\n"
 OUTCOME, LOG, DIARY, ARMED = "outcome.json", "log.txt", "trainer.jsonl", "armed.jsonl"
 TAIL_BYTES = 1 << 16
 LARGE, ENDS = 1 << 26, 1 << 20
@@ -45,6 +46,7 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()  # a training has a working folder of its own
+        self.made = False
 
     def __str__(self) -> str:
         """The folder as a person would type it from here."""
@@ -55,11 +57,12 @@ class Store:
     def create(cls, folder: Path, run: Mapping[str, Any]) -> Store:
         """Make the folder with its `run.json`. Raises StoreError if it is in use or can't be made."""
         with explained(folder):
-            if folder.exists() and any(not entry.name.startswith(".") for entry in folder.iterdir()):
+            if folder.exists() and any(not _ours(entry) for entry in folder.iterdir()):
                 raise StoreError(f"{folder} is not empty\ntry: another --out, or --resume if it is an unfinished run")
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / ".gitignore").write_text("*\n", encoding="utf-8")
             store = cls(folder)
+            store.made = not folder.exists()
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / IGNORE).write_text(IGNORE_ALL, encoding="utf-8")
             store.write_run(run)
         return store
 
@@ -145,13 +148,26 @@ class Store:
         self._write(RESULT, json.dumps(jsonable(result), indent=1, allow_nan=False))
 
     def discard(self) -> None:
-        """Remove a run that never began (a bad input found by its first cell)."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove what `create` made of a run that never began (a bad input found by its first cell)."""
+        for name in ("cells", "variants"):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+        for name in (RUN, IGNORE, LOCK):
+            (self.folder / name).unlink(missing_ok=True)
+        if self.made:
+            with contextlib.suppress(OSError):  # somebody put something into it
+                self.folder.rmdir()
 
     def _write(self, name: str | Path, text: str) -> None:
         path = self.folder / name
         with explained(path):
             atomic_write(path, text)
+
+
+def _ours(entry: Path) -> bool:
+    """What a run that died at its birth leaves: its lock, its .gitignore, a temporary file."""
+    if entry.name == IGNORE:
+        return entry.read_text(encoding="utf-8", errors="replace") == IGNORE_ALL
+    return entry.name == LOCK or (entry.name.startswith(f".{RUN}.") and entry.name.endswith(".tmp"))
 
 
 def read_evidence(folder: Path, ended: Exit | None = None) -> Evidence:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,10 @@ def diary(*steps: Mapping[str, Any], how: str | None = "done", seed: int = 0, **
     resolved = {"precision": "fp32", "seed": seed}
     entries: list[Mapping[str, Any]] = [{"kind": "loaded", "at": 1.0, "resolved": resolved}]
     for number, step in enumerate(steps, start=1):
-        entries.append({"kind": "micro_batch", "at": 1.5, "step": number, "records": [f"r{number}"]})
-        entries.append({"kind": "step", "at": 1.0 + number, "step": number, **{"taken": True, **step}})
+        entries.append({"kind": "micro_batch", "at": 1.5, "step": number, "window": number, "records": [f"r{number}"]})
+        entries.append(
+            {"kind": "step", "at": 1.0 + number, "step": number, "window": number, **{"taken": True, **step}}
+        )
     if how is not None:
         entries.append({"kind": "end", "at": 9.0, "how": how, **end})
     return lines(*entries)
@@ -105,9 +107,9 @@ class FakeTrainer:
         """Nothing."""
         return {}
 
-    def work(self, matrix: Matrix, cell: Cell) -> float:
+    def work(self, matrix: Matrix, cells: Sequence[Cell]) -> Mapping[str, float]:
         """Two micro-batches, as many as the files have."""
-        return 2.0
+        return {cell.id: 2.0 for cell in cells}
 
 
 Levels = Mapping[str, str]
