@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import getpass
 import json
 import os
 import re
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,22 +19,27 @@ from rich.console import Console
 from nanbisect import console as show
 from nanbisect import run as driving
 from nanbisect import schedule
+from nanbisect import watch as watching
 from nanbisect.attribution import attribute
 from nanbisect.errors import StoreError, UsageError
 from nanbisect.events import CellStarted, Event
+from nanbisect.evidence import STOPPED
 from nanbisect.executors.local import LocalExecutor
 from nanbisect.matrix import Cell, Matrix, excluded, expand, run_order
+from nanbisect.matrix_command import settings_of
 from nanbisect.matrix_file import Overrides, matrix_to_json, read_matrix
 from nanbisect.matrix_schema import json_schema
 from nanbisect.outcome import CellResult, Outcome, Status, jsonable
+from nanbisect.report.examples import resume as resume_command
 from nanbisect.report.markdown import to_markdown
 from nanbisect.report.model import Report, RunInputs, build
 from nanbisect.report.redact import Redactor
-from nanbisect.report.result import to_result
+from nanbisect.report.result import cell_to_result, to_result
 from nanbisect.run import Driver, Occasion
-from nanbisect.store import Store, find_run
+from nanbisect.store import Store, atomic_write, explained, find_run
 from nanbisect.tables import to_csv
 from nanbisect.trainers.registry import TRAINERS, VOCABULARIES
+from nanbisect.trainers.sft.job import global_batch, largest_batch
 
 NOT_JUDGED, FOUND = 3, 1
 
@@ -46,9 +52,11 @@ def run(path: Path, overrides: Overrides, occasion: Occasion, *, out: Path | Non
         store = _to_resume(matrix, out, reports) if resume else None
         console.print("looking at this machine, the recipe and the data", style="dim")
         machine = driving.check_machine(matrix, trainer, executor, occasion)
+        if store is not None:
+            _same_machine(store, machine.environment)
         if store is None:
             store = Store.create(
-                out or driving.default_folder(matrix, reports), driving.run_json(matrix, machine, occasion)
+                out or driving.default_folder(matrix, reports), driving.run_json(matrix, trainer, machine, occasion)
             )
         driver = Driver(matrix, trainer, executor, store=store, machine=machine, occasion=occasion)
         try:
@@ -56,11 +64,7 @@ def run(path: Path, overrides: Overrides, occasion: Occasion, *, out: Path | Non
                 results = driving.execute(driver, listener)
         except KeyboardInterrupt:
             _write(store, console)
-            console.print(
-                f"stopped; go on with: nanbisect run {path} --resume --out {store}",
-                style="yellow",
-                soft_wrap=True,
-            )
+            console.print(f"stopped; go on with: {resume_command(inputs_of(store))}", style="yellow", soft_wrap=True)
             raise
     finally:
         executor.close()
@@ -105,12 +109,16 @@ def rerun(name: str, cell_name: str, *, repeat: int, changes: tuple[str, ...], r
     cell = driving.pick_cell(expand(matrix), cell_name)
     trainer, executor, console = TRAINERS[matrix.trainer], LocalExecutor(echo=True), show.console_for()
     earlier = CellResult(cell, schedule.counted(store.outcomes(cell)))
+    told = next((change.partition("=")[2] for change in changes if change.startswith("seed=")), None)
     changed, variant = with_changes(matrix, cell, changes)
     occasion = replace(before, environ=dict(os.environ))
     machine = replace(machine, slots=driving.slots_of(machine.environment, occasion))
     driver = Driver(changed, trainer, executor, store=store, machine=machine, occasion=occasion)
     target = variant or cell
-    seeds = _seeds(earlier, driver, repeat)
+    seeds = _seeds(earlier, driver, repeat, told)
+    console.print(f"run {store}, cell {cell.number}", style="dim", highlight=False, soft_wrap=True)
+    for name in driving.changed_inputs(store.run(), trainer, matrix):
+        console.print(f"caution: the {name} is not what it was when this run began", style="yellow", soft_wrap=True)
     try:
         with store.lock():
             outcomes = driver.again(
@@ -134,6 +142,19 @@ def report(name: str, format_: str, *, redact: bool, reports: Path) -> str:
     if format_ == "csv":
         return hide.redact(to_csv(inputs.results))
     return to_markdown(build(inputs), hide)
+
+
+def watch(command: tuple[str, ...], *, steps: int | None, stop: bool, json_file: Path | None) -> int:
+    """`nanbisect watch`: one command under the probe. Returns the command's own exit code."""
+    watched = watching.watch(command, steps=steps, stop=stop, environ=dict(os.environ))
+    console = show.console_for(sys.stderr)
+    for line in watching.diagnosis(watched, command):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if json_file is not None:
+        cell = cell_to_result(CellResult(Cell(1, {}), (watched.outcome,)))
+        with explained(json_file):
+            atomic_write(json_file, json.dumps(jsonable(cell), indent=1, allow_nan=False) + "\n")
+    return watched.code if watched.code >= 0 else 128 - watched.code
 
 
 # pieces ----------------------------------------------------------------------------------------
@@ -195,8 +216,9 @@ def inputs_of(store: Store) -> RunInputs:
     """Everything a report needs, read from the run's files."""
     data = store.run()
     matrix, machine, occasion = driving.from_run_json(data)
-    results = tuple(CellResult(cell, store.outcomes(cell)) for cell in expand(matrix))
-    neutral = frozenset(name for name, setting in VOCABULARIES[matrix.trainer].settings.items() if setting.neutral)
+    results = tuple(CellResult(cell, _ended(store.outcomes(cell))) for cell in expand(matrix))
+    known = settings_of(VOCABULARIES[matrix.trainer], matrix.command, matrix.flags)
+    neutral = frozenset(name for name, setting in known.items() if setting.neutral)
     return RunInputs(
         matrix=matrix,
         results=results,
@@ -208,6 +230,11 @@ def inputs_of(store: Store) -> RunInputs:
         interrupted=any(result.status is None for result in results),
         excluded=sum(1 for _ in excluded(matrix)),
     )
+
+
+def _ended(attempts: Sequence[Outcome]) -> tuple[Outcome, ...]:
+    """Attempts that nanbisect stopped itself are no way for a cell to end: it counts as not run yet."""
+    return tuple(outcome for outcome in attempts if outcome.reason != STOPPED["cancelled"])
 
 
 def _write(store: Store, console: Console) -> Report:
@@ -248,7 +275,23 @@ def _to_resume(matrix: Matrix, out: Path | None, reports: Path) -> Store:
             f"{folder} was run with another matrix: {', '.join(changed)} changed\n"
             "try: a new run, or the matrix and flags of that run (its run.json has them)"
         )
+    edited = driving.changed_inputs(store.run(), TRAINERS[matrix.trainer], matrix)
+    if edited:
+        raise StoreError(
+            f"{folder} was run with another {', '.join(edited)}: cells must be of one experiment\ntry: a new run"
+        )
     return store
+
+
+def _same_machine(store: Store, now: Mapping[str, Any]) -> None:
+    """Cells of one run must come from one kind of machine. Raises StoreError."""
+    before = store.run()["environment"]
+    moved = [name for name in ("device", "torch", "gpus", "packages") if before.get(name) != now.get(name)]
+    if moved:
+        raise StoreError(
+            f"{store} was run with another {', '.join(moved)} ({', '.join(str(before.get(name)) for name in moved)}): "
+            "cells must be of one experiment\ntry: a new run, or the machine and environment of that run"
+        )
 
 
 def _latest_of(matrix: Matrix, reports: Path) -> Path:
@@ -265,23 +308,35 @@ def with_changes(matrix: Matrix, cell: Cell, changes: tuple[str, ...]) -> tuple[
     """The matrix and cell of `rerun --with`. The changed cell stands outside the matrix. Raises UsageError."""
     if not changes:
         return matrix, None
-    settings = VOCABULARIES[matrix.trainer].settings
+    settings = settings_of(VOCABULARIES[matrix.trainer], matrix.command, matrix.flags)
     levels = dict(cell.levels)
     for change in changes:
         name, sign, level = change.partition("=")
-        if not sign or name not in settings:
-            raise UsageError(f"--with {change}: no such setting\ntry: --with k=v with one of {', '.join(settings)}")
+        if not sign:
+            raise UsageError(f"--with {change}: no level\ntry: --with {name}=LEVEL")
+        if name not in settings:
+            close = difflib.get_close_matches(name, settings, n=1)
+            mend = f"did you mean {close[0]}?" if close else f"--with k=v with one of {', '.join(settings)}"
+            raise UsageError(f"--with {change}: no setting {name}\ntry: {mend}")
         try:
             settings[name].parse(level)
         except ValueError as error:
             raise UsageError(f"--with {change}: {level!r} is not {error}") from error
         levels[name] = level
-    return matrix, Cell(cell.number, levels)
+    changed = replace(matrix, steps=_steps_for(matrix, levels)) if matrix.trainer == "sft" else matrix
+    return changed, Cell(cell.number, levels)
 
 
-def _seeds(earlier: CellResult, driver: Driver, repeat: int) -> list[int]:
-    """The seed of the attempt repeated, then the ones after it."""
+def _steps_for(matrix: Matrix, levels: Mapping[str, str]) -> int:
+    """Steps with which the matrix has records enough for one batch of these levels at least."""
+    batch = global_batch({**matrix.settings, **levels})
+    return max(matrix.steps, -(-batch // largest_batch(matrix)))
+
+
+def _seeds(earlier: CellResult, driver: Driver, repeat: int, told: str | None) -> list[int]:
+    """The seed of the attempt repeated (or the one told by `--with seed=N`), then the ones after it."""
     first = earlier.outcome.seed if earlier.outcome else driver.seed(1)
+    first = int(told) if told is not None else first
     return [first + index for index in range(repeat)]
 
 

@@ -6,7 +6,7 @@ evidence, and what the cells say beside them is put together.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -26,7 +26,7 @@ from nanbisect.combinations import (
     union,
 )
 from nanbisect.matrix import Factor
-from nanbisect.neutrality import Caution, Divergence, cell_cautions, compare, listed
+from nanbisect.neutrality import Caution, Divergence, cell_cautions, cells_of, compare, listed
 from nanbisect.outcome import CellResult, Status
 
 __all__ = ["Attribution", "Cause", "Caution", "Divergence", "Finding", "Standing", "attribute"]
@@ -101,32 +101,63 @@ def attribute(
 
     `neutral_settings` are those that must not change the mathematics (see `neutrality`).
     """
-    grid = Grid.of(factors, results)
+    refuting, strangers = _refuting(results)
+    grid = Grid.of(factors, refuting)
     sure, loose = choose(grid, find_primes(grid))
     causes, unlisted = _causes(grid, sure, loose)
-    comparison = compare(factors, grid.results, neutral_settings)
+    ordered = tuple(sorted(results, key=lambda result: result.cell.number))
+    comparison = compare(factors, ordered, neutral_settings)
     return Attribution(
-        finding=_finding(grid, causes),
+        finding=_finding(grid, causes, strangers),
         causes=causes,
         neutral=_neutral(grid, (*sure, *loose)),
         divergences=comparison.moved,
         compared=comparison.pairs,
         largest=comparison.largest,
         cautions=(
-            *cell_cautions(factors, grid.results, neutral_settings),
+            *cell_cautions(factors, ordered, neutral_settings),
+            *_different_records(strangers),
             *_never_seen(causes),
             *_more_combinations(unlisted),
         ),
     )
 
 
-def _finding(grid: Grid, causes: Sequence[Cause]) -> Finding:
+def _refuting(results: Sequence[CellResult]) -> tuple[list[CellResult], list[CellResult]]:
+    """The results for the search for causes, and the finite cells taken out of it.
+
+    A finite cell that never met the records of some failing cell refutes nothing: there it is as good as
+    not judged.
+    """
+    spoken = [(result, result.outcome) for result in results]
+    suspects = [{*o.suspects} for _, o in spoken if o and o.status is Status.NONFINITE and o.suspects]
+    kept, strangers = [], []
+    for result, outcome in spoken:
+        met = {*outcome.records} if outcome and outcome.status is Status.FINITE else set()
+        if outcome and met and any(not records <= met for records in suspects):
+            strangers.append(result)
+            kept.append(CellResult(result.cell, (replace(outcome, status=Status.NO_TRAINING),)))
+        else:
+            kept.append(result)
+    return kept, strangers
+
+
+def _different_records(strangers: Sequence[CellResult]) -> Iterator[Caution]:
+    if strangers:
+        text = (
+            f"Training in {cells_of(strangers)} never met the records in which another cell failed: finite there "
+            "refutes nothing, and the causes leave it out."
+        )
+        yield Caution("different_records", text, "Give every cell the same records, in the same order.")
+
+
+def _finding(grid: Grid, causes: Sequence[Cause], strangers: Sequence[CellResult]) -> Finding:
     if not grid.judged:
         return Finding.NOTHING_JUDGED
     if not grid.failed:
         return Finding.NOTHING_FAILED
     if not grid.finite:
-        return Finding.EVERYTHING_FAILED
+        return Finding.UNDECIDED if strangers else Finding.EVERYTHING_FAILED
     known = any(cause.standing is not Standing.NOT_TOLD_APART for cause in causes)
     return Finding.CAUSE if known else Finding.UNDECIDED
 
@@ -267,16 +298,17 @@ def _neutral(grid: Grid, boxes: Iterable[Combination]) -> tuple[str, ...]:
 
 
 def _made_no_difference(rows: Sequence[tuple[tuple[str, ...], Status | None]], position: int) -> bool:
-    """Whether judged cells that differ only in this factor agree, and at least two of them failed."""
-    failures: Counter[tuple[str, ...]] = Counter()
+    """Whether judged cells that differ only in this factor agree, and each judged level has failed in such a pair."""
+    failures: defaultdict[tuple[str, ...], set[str]] = defaultdict(set)
     finite: set[tuple[str, ...]] = set()
     for levels, status in rows:
         rest = levels[:position] + levels[position + 1 :]
         if status is Status.NONFINITE:
-            failures[rest] += 1
+            failures[rest].add(levels[position])
         else:
             finite.add(rest)
-    return failures.keys().isdisjoint(finite) and max(failures.values(), default=0) > 1
+    paired = {level for levels in failures.values() if len(levels) > 1 for level in levels}
+    return failures.keys().isdisjoint(finite) and paired == {levels[position] for levels, _ in rows}
 
 
 def _never_seen(causes: Iterable[Cause]) -> Iterator[Caution]:

@@ -158,6 +158,22 @@ def report(
     _finish(lambda: typer.echo(application.report(run, format_.value, redact=redact, reports=REPORTS), nl=False))
 
 
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def watch(
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="The training command, unmodified.")],
+    steps: Annotated[int | None, typer.Option("--steps", min=1, help="End it after so many optimizer steps.")] = None,
+    stop: Annotated[bool, typer.Option("--stop", help="End it at the first non-finite value.")] = False,
+    json_: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write what was seen as JSON.")] = None,
+) -> None:
+    """Run one training command under the probe, its output untouched, and say where a NaN first arose.
+
+    The exit code is the command's own.
+    """
+    from nanbisect import app as application
+
+    _finish(lambda: application.watch(tuple(command), steps=steps, stop=stop, json_file=json_))
+
+
 def _overrides(
     model: str | None, data: str | None, sets: list[str] | None, factors: list[str] | None, **others: Any
 ) -> Overrides:

@@ -16,6 +16,7 @@ from nanbisect.outcome import Note, Outcome, Site, Smear, Status, number
 
 Line = Mapping[str, Any]
 SHOWN = 8  # parameters kept in a site
+OF_A_MICRO_BATCH = ("loss", "backward", "forward")  # phases whose micro-batch is known; the others are of a whole step
 
 
 @dataclass(frozen=True)
@@ -101,20 +102,17 @@ def judge(evidence: Evidence, *, attempt: int, seed: int, effect_of: Callable[[M
     )
     how = evidence.end.get("how")
     blocked = evidence.end.get("levels", {}) if status is Status.UNSUPPORTED and how == "unsupported" else {}
-    suspects = _records_of(evidence, site) if site else ()
-    return replace(outcome, blocked=blocked, suspects=suspects, bad_input=how == "bad_input")
+    suspects = _suspects(evidence) if site else ()
+    return replace(outcome, blocked=blocked, suspects=suspects, bad_input=how == "bad_input" and site is None)
 
 
 # the status ------------------------------------------------------------------------------------
 
 
 def _status(evidence: Evidence, effect: Effect) -> tuple[Status, str]:
-    how, text = evidence.end.get("how"), str(evidence.end.get("text", ""))
-    if how == "bad_input":
-        return Status.FAILED, text
-    if how == "unsupported":
-        return Status.UNSUPPORTED, text
     event = _first_event(evidence)
+    if event is None and (refused := _refused(evidence)) is not None:
+        return refused
     if event is None and (ended := _ended_badly(evidence)) is not None:
         return ended
     if event is None and (blind := _blind(evidence)) is not None:
@@ -126,10 +124,19 @@ def _status(evidence: Evidence, effect: Effect) -> tuple[Status, str]:
     return Status.FINITE, "every loss, gradient, parameter, buffer and optimizer state was finite"
 
 
+def _refused(evidence: Evidence) -> tuple[Status, str] | None:
+    """The training itself said why it can't train."""
+    how, text = evidence.end.get("how"), str(evidence.end.get("text", ""))
+    if how == "bad_input":
+        return Status.FAILED, text
+    return (Status.UNSUPPORTED, text) if how == "unsupported" else None
+
+
 def _surfaced(event: Line) -> str:
     names = [tensor["name"] for tensor in event["tensors"]]
-    first = f", first in {names[0]}" if names else ""
-    return f"{event['value']} in {event['phase']} of step {event['step']}, micro-batch {event['micro_batch']}{first}"
+    first = f", first in {names[0]}" if names and event["phase"] != "loss" else ""
+    micro = f", micro-batch {event['micro_batch']}" if event["phase"] in OF_A_MICRO_BATCH else ""
+    return f"{event['value']} in {event['phase']} of step {event['step']}{micro}{first}"
 
 
 def _ended_badly(evidence: Evidence) -> tuple[Status, str] | None:
@@ -143,11 +150,15 @@ def _ended_badly(evidence: Evidence) -> tuple[Status, str] | None:
         return Status.OUT_OF_MEMORY, str(evidence.end.get("text"))
     if ending.oom_kill:
         return Status.OUT_OF_MEMORY, "the kernel ended the process because the machine was out of memory"
+    if how is None and not evidence.diary and (ending.code == 0 or evidence.events("stopped")):
+        return None  # a command says nothing of itself; after a stop of ours its code is noise (gloo aborts at exit)
     if ending.signal is not None:
         return _signalled(ending.signal)
     if how == "error":
         return Status.FAILED, str(evidence.end.get("text"))
-    if ending.code != 0 or how not in ("done", "stopped"):
+    if how == "stopped":
+        return Status.FAILED, "not judged: the training stopped at a non-finite value, and the event itself was lost"
+    if ending.code != 0 or how != "done":
         last = f": {evidence.log_tail[-1]}" if evidence.log_tail else ""
         return Status.FAILED, f"the training exited with code {ending.code} and did not say why{last}"
     return None
@@ -176,11 +187,16 @@ def _blind(evidence: Evidence) -> tuple[Status, str] | None:
         )
     if not evidence.events("step"):
         return Status.NO_TRAINING, "the probe saw no backward pass"
+    partial = evidence.events("partial")
+    if partial:
+        return Status.FAILED, f"not judged: the probe could not see all gradients: {partial[0]['reason']}"
     steps = evidence.lines("step")
-    if evidence.lost or len(evidence.events("step")) < len(steps):
+    if evidence.lost or not _told_to_the_end(evidence) or len(evidence.events("step")) < len(steps):
         return Status.FAILED, "not judged: events of the probe were lost (was the disk full?)"
-    if steps and not any(line["taken"] for line in steps):
-        return Status.FAILED, "not judged: the GradScaler skipped every step"
+    if steps and not steps[-1]["taken"]:
+        return Status.FAILED, "not judged: the GradScaler skipped the last step again and again"
+    if any(line["taken"] and not _all_finite(line) for line in steps):
+        return Status.FAILED, "not judged: the training's own loss or norm was non-finite, and the probe saw nothing"
     if not any(line.get("seen") for line in evidence.events("self_check")):
         return Status.FAILED, "not judged: the probe did not see the NaN that it planted itself"
     errors = evidence.events("probe_error")
@@ -189,12 +205,33 @@ def _blind(evidence: Evidence) -> tuple[Status, str] | None:
     return None
 
 
+def _told_to_the_end(evidence: Evidence) -> bool:
+    """Whether every training process wrote its last line: a lost tail would hide what it held."""
+    ends = len(evidence.events("exit")) + sum(bool(line["forced"]) for line in evidence.events("stopped"))
+    return ends >= len(evidence.events("self_check"))
+
+
+def _all_finite(step: Line) -> bool:
+    """Whether loss and norm of a step are numbers, not names of non-finite values."""
+    return not any(isinstance(value, str) for value in (step["grad_norm"], *step["losses"]))
+
+
 # where -----------------------------------------------------------------------------------------
 
 
 def _first_event(evidence: Evidence) -> Line | None:
+    """The first event, with the step as the user counts it: tries of one step under a GradScaler are one."""
     events = evidence.events("nonfinite")
-    return min(events, key=lambda line: (line["step"], line["time"])) if events else None
+    if not events:
+        return None
+    first = min(events, key=lambda line: (line["step"], line["phase"] == "reduce", line["time"]))
+    return {**first, "try": first["step"], "step": _window_of(evidence, first["step"])}
+
+
+def _window_of(evidence: Evidence, step: int) -> int:
+    """The optimizer step that the probe's step (a try) belongs to; the same where the trainer says nothing."""
+    windows = [line["window"] for line in evidence.diary if line.get("step") == step and "window" in line]
+    return int(windows[0]) if windows else step
 
 
 def _site(evidence: Evidence) -> Site | None:
@@ -215,17 +252,24 @@ def _site(evidence: Evidence) -> Site | None:
 def _bad_channels(evidence: Evidence, event: Line) -> tuple[str, ...]:
     """Channels whose own loss was non-finite in the micro-batch of the event."""
     for line in evidence.lines("step"):
-        if line["step"] == event["step"] and event["micro_batch"] < len(line["channels"]):
+        if line["step"] == event["try"] and event["micro_batch"] < len(line["channels"]):
             sums = line["channels"][event["micro_batch"]]
             return tuple(name for name, (total, _) in sums.items() if isinstance(total, str))
     return ()
 
 
 def _smear(evidence: Evidence) -> Smear | None:
-    """What a check after clipping would have said of the first step with bad gradients."""
+    """What a check after clipping would have said in the step of the event."""
+    event = _first_event(evidence)
     for line in evidence.events("step"):
         census = line.get("after_clip")
-        if line["bad"] and census and census["first"] is not None:
+        if (
+            event is not None
+            and line["step"] == event["try"]
+            and line["bad"]
+            and census
+            and census["first"] is not None
+        ):
             return Smear(census["first"], census["bad"], census["numel"], line["bad"][0]["name"])
     return None
 
@@ -245,16 +289,18 @@ def _curves(evidence: Evidence) -> tuple[tuple[float, ...], tuple[float, ...]]:
             losses[line["step"]] = sum(values)
         if line["norm"] is not None:
             norms[line["step"]] = number(line["norm"])
-    for line in evidence.lines("step"):
+    if evidence.lines("step"):
+        losses, norms = {}, {}
+    for line in evidence.lines("step"):  # of several tries of a step the last one counts
         values = [number(value) for value in line["losses"]]
-        losses[line["step"]] = sum(values) / max(len(values), 1)
-        norms[line["step"]] = number(line["grad_norm"])
+        losses[line["window"]] = sum(values) / max(len(values), 1)
+        norms[line["window"]] = number(line["grad_norm"])
     return tuple(losses[step] for step in sorted(losses)), tuple(norms[step] for step in sorted(norms))
 
 
 def _channels(evidence: Evidence) -> dict[str, tuple[float, float]]:
     """Mean loss and number of labels of each channel over the first step."""
-    lines = evidence.lines("step")
+    lines = [line for line in evidence.lines("step") if line["taken"]]
     sums: dict[str, tuple[float, float]] = {}
     for micro in lines[0]["channels"] if lines else ():
         for name, (total, count) in micro.items():
@@ -274,13 +320,33 @@ def _first_gradients(evidence: Evidence) -> dict[str, float]:
 
 def _records(evidence: Evidence) -> tuple[str, ...]:
     """Ids in the order in which training first met them."""
-    seen = (identifier for line in evidence.lines("micro_batch") for identifier in line["records"])
+    seen = (identifier for line in _served(evidence) for identifier in _ids(line))
     return tuple(dict.fromkeys(seen))
 
 
-def _records_of(evidence: Evidence, site: Site) -> tuple[str, ...]:
-    lines = [line for line in evidence.lines("micro_batch") if line["step"] == site.step]
-    return tuple(lines[site.micro_batch]["records"]) if site.micro_batch < len(lines) else ()
+def _served(evidence: Evidence) -> list[Line]:
+    """What each micro-batch held: the trainer's word, or what the probe saw of a command's data."""
+    return evidence.lines("micro_batch") or evidence.events("batch")
+
+
+def _ids(line: Line) -> list[str]:
+    """Record ids of a micro-batch; where a batch has none, its rows of the dataset as `row 17`."""
+    if line.get("records"):
+        return [str(identifier) for identifier in line["records"]]
+    return [f"row {index}" for index in line.get("indices") or ()]
+
+
+def _suspects(evidence: Evidence) -> tuple[str, ...]:
+    """Records of the micro-batch in which it surfaced; of the whole step where only that is known; none at load."""
+    event = _first_event(evidence)
+    if event is None or event["phase"] == "load":
+        return ()
+    lines = [line for line in _served(evidence) if line["step"] == event["try"]]
+    if event["phase"] in OF_A_MICRO_BATCH and evidence.diary:
+        lines = lines[event["micro_batch"] : event["micro_batch"] + 1]
+    elif event["phase"] in OF_A_MICRO_BATCH:
+        lines = [line for line in lines if line["micro_batch"] == event["micro_batch"]]
+    return tuple(dict.fromkeys(identifier for line in lines for identifier in _ids(line)))
 
 
 def _times(evidence: Evidence) -> tuple[float | None, float | None]:
@@ -305,6 +371,8 @@ def _repairs(evidence: Evidence) -> tuple[Note, ...]:
     """Silent repairs, the first of each code with the number of times."""
     found: dict[str, list[str]] = {}
     for line in evidence.events("repair"):
+        if line["code"] == "scaler_skip":  # told as a doubt, with its scales
+            continue
         found.setdefault(line["code"], []).append(line["text"])
     return tuple(
         Note(code, texts[0] if len(texts) == 1 else f"{texts[0]} (and {len(texts) - 1} more times)")
@@ -317,7 +385,9 @@ def _doubts(evidence: Evidence) -> tuple[Note, ...]:
     skips = [line for line in evidence.events("step") if line["ended"] == "scaler_skip"]
     if skips:
         scales = [number(line["scale"]) for line in skips]
-        text = f"the GradScaler skipped {len(skips)} steps at scales {scales[0]:g} to {scales[-1]:g}"
+        times = "once" if len(skips) == 1 else f"{len(skips)} times"
+        span = f"scale {scales[0]:g}" if len(skips) == 1 else f"scales {scales[0]:g} to {scales[-1]:g}"
+        text = f"the GradScaler skipped a step {times}, at {span}: an overflow that it absorbs"
         notes.append(Note("scaler_skip", text))
     errors = evidence.events("probe_error")
     if errors:
@@ -338,7 +408,7 @@ def resolve(evidence: Evidence) -> dict[str, Any]:
     if steps:
         found |= {"kernels": steps[0]["kernels"], "nested": steps[0]["nested"], "recomputed": steps[0]["recomputed"]}
     for line in evidence.lines("recipe_read"):
-        found["read_by_recipe"] = line["settings"]
+        found |= {"read_by_recipe": line["settings"], "autocast": line["autocast"]}
     micro = evidence.lines("micro_batch")
     if micro:
         found |= {name: micro[0][name] for name in ("length", "padding", "positions") if name in micro[0]}

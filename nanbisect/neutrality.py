@@ -72,6 +72,8 @@ OFTEN_IDENTICAL = frozenset(
     {
         "gradient_checkpointing",  # recomputes the very same kernels
         "deterministic",  # the default kernels may be deterministic already
+        "padding_side",  # nothing may be padded, and nothing cut: whether the recipe asked for them is known
+        "max_length",
         # these act in or after the first optimizer step, which the first loss and norm do not see
         "optimizer",
         "learning_rate",
@@ -87,11 +89,18 @@ OFTEN_IDENTICAL = frozenset(
 ADVICE = {
     Status.UNSUPPORTED: "Install what is missing, or take the level out of the matrix.",
     Status.OUT_OF_MEMORY: "Shorten the records, use a larger GPU, or set `optimizer: none` (backward only).",
-    Status.FAILED: "Read the log of one of these cells, mend what it names, and go on with `--resume`.",
-    Status.TIMED_OUT: "Raise `timeout` and go on with `--resume`.",
+    Status.FAILED: "Read the log of one of these cells and mend what it names; `rerun` tries one of them again.",
+    Status.TIMED_OUT: "Raise `--timeout` and go on with `--resume`, which tries them again.",
     Status.KILLED: "Find out who stopped them (the scheduler, the out-of-memory killer), then `--resume`.",
     Status.NO_TRAINING: "No backward pass was seen. Check that the command trains in the process it starts.",
 }
+
+IDLE = "Take the factor out of the matrix, or make the recipe (or the model) use the setting."
+DOUBTS = {
+    "scaler_skip": "Skips in the first steps are healthy; use bf16 if they go on.",
+    "attention_otherwise": "Read the level as the recipe's own name for what it does.",
+}
+"""Advice for what an attempt doubted."""
 
 
 # Divergences
@@ -168,6 +177,8 @@ def _comparable(result: CellResult) -> bool:
         and outcome.status is Status.FINITE
         and bool(outcome.loss)
         and bool(outcome.grad_norm)
+        and math.isfinite(outcome.loss[0])
+        and math.isfinite(outcome.grad_norm[0])
         and not outcome.resolved.get("dropout")
     )
 
@@ -303,7 +314,8 @@ def _not_judged(factors: Sequence[Factor], results: Sequence[CellResult]) -> Ite
             held = "".join(f" {part}" for part in _common(factors, cells, words))
             verb = "was" if len(cells) == 1 else "were"
             text = f"{len(cells)} of {len(results)} cells {verb} not judged: {words}.{held}"
-            yield Caution("not_judged", text, advice)
+            idle = all("did not take effect" in _spoken(result).reason for result in cells)
+            yield Caution("not_judged", text, IDLE if idle else advice)
 
 
 def _common(factors: Sequence[Factor], cells: Sequence[CellResult], words: str) -> Iterator[str]:
@@ -397,4 +409,5 @@ def _doubts(results: Sequence[CellResult]) -> Iterator[Caution]:
     for code, note in sample.items():
         doubted = tuple(cells[code].values())
         where = cells_of(doubted) if len(doubted) == 1 else f"{len(doubted)} cells ({_numbers(doubted)})"
-        yield Caution(code, f"In {where}: {note.text}", "Read the log of one of these cells.")
+        advice = DOUBTS.get(code, "Read the log of one of these cells.")
+        yield Caution(code, f"In {where}: {note.text.rstrip('.')}.", advice)

@@ -22,12 +22,14 @@ from nanbisect.executors.base import Executor, Exit, Handle, Task, child_environ
 from nanbisect.matrix import Cell, Matrix, expand, run_order
 from nanbisect.matrix_file import matrix_from_json, matrix_to_json
 from nanbisect.outcome import CellResult, Outcome, Status
-from nanbisect.store import DIARY, Store, read_evidence, read_lines
+from nanbisect.store import DIARY, Store, fingerprint, read_evidence, read_lines
 from nanbisect.trainers.base import Trainer
 
 Listener = Callable[[Event], None]
 POLL = 0.05
 CHECK_TIMEOUT = 900.0
+MAY_END_OTHERWISE = (Status.FAILED, Status.TIMED_OUT, Status.OUT_OF_MEMORY)  # tried again by --resume, once
+RETRIES = 1  # of an attempt that somebody killed, in one run; --resume tries again
 
 
 @dataclass(frozen=True)
@@ -101,16 +103,23 @@ def slot_environment(slot: str, occasion: Occasion) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": "", **threads}
 
 
-def run_json(matrix: Matrix, machine: Machine, occasion: Occasion) -> dict[str, Any]:
+def run_json(matrix: Matrix, trainer: Trainer, machine: Machine, occasion: Occasion) -> dict[str, Any]:
     """What `run.json` records."""
     return {
         "matrix": matrix_to_json(matrix),
+        "inputs": {name: fingerprint(path) for name, path in trainer.inputs(matrix).items()},
         "matrix_path": occasion.matrix_path,
         "arguments": list(occasion.arguments),
         "environment": machine.environment,
         "blocked": [[dict(levels), reason] for levels, reason in machine.blocked],
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def changed_inputs(run: Mapping[str, Any], trainer: Trainer, matrix: Matrix) -> tuple[str, ...]:
+    """Names of inputs that are not what they were when the run began."""
+    now = {name: fingerprint(path) for name, path in trainer.inputs(matrix).items()}
+    return tuple(name for name, mark in run.get("inputs", {}).items() if now.get(name) != mark)
 
 
 def from_run_json(data: Mapping[str, Any]) -> tuple[Matrix, Machine, Occasion]:
@@ -152,7 +161,15 @@ class Driver:
         self.blocked = list(machine.blocked)
         self.running: list[Running] = []
         self.free = list(machine.slots)
+        if self._slots_of_a_cell > len(self.free) > 0:
+            raise UsageError(
+                f"gpus_per_cell is {matrix.gpus_per_cell}, and there are {len(self.free)} GPUs\ntry: a smaller number"
+            )
         self.trained = any(outcome.judged for result in self.results() for outcome in result.attempts)
+        self.seeds = [self.seed(index) for index in range(1, matrix.repeat + 1)]
+        self.killed: dict[str, int] = {}
+        self.once_more: set[str] = set()
+        self.work = trainer.work(matrix, self.cells)
         self.variant = False
         self.echo: Listener = lambda event: None
 
@@ -164,6 +181,7 @@ class Driver:
         order = run_order(self.matrix, self.cells, lambda cell: schedule.blocked_by(cell, self.blocked) is None)
         self.executor.recover(self.store.folder)
         results = {cell.id: CellResult(cell, self._finished(cell)) for cell in order}
+        self.once_more = {name for name, result in results.items() if result.status in MAY_END_OTHERWISE}
         listener(RunStarted(str(self.store), order, sum(self._done(result) for result in results.values())))
         for levels, reason in self.blocked:
             listener(LevelBlocked(levels, reason))
@@ -187,7 +205,7 @@ class Driver:
                 reason = schedule.blocked_by(attempt.cell, self.blocked)
                 if reason is not None:
                     self._keep_blocked(attempt, reason, results)
-                elif self.free:
+                elif len(self.free) >= self._slots_of_a_cell:
                     self._start(attempt)
                 else:
                     break
@@ -201,7 +219,8 @@ class Driver:
     def _startable(self, results: Mapping[str, CellResult]) -> list[schedule.Attempt]:
         """Attempts to make now. The first cell goes alone: it shows whether model and data can be used."""
         under_way = {entry.attempt.cell.id for entry in self.running}
-        attempts = schedule.pending(tuple(results.values()), repeat=self.matrix.repeat, running=under_way)
+        given_up = [name for name, times in self.killed.items() if times > RETRIES]
+        attempts = schedule.pending(tuple(results.values()), seeds=self.seeds, running=under_way, given_up=given_up)
         if self.trained:
             return attempts
         return attempts[:1] if not self.running else []
@@ -223,9 +242,17 @@ class Driver:
         return int(lines[0]["resolved"].get("seed", 0)) if lines else self.seed(1)
 
     def _done(self, result: CellResult) -> bool:
-        return not schedule.pending([result], repeat=self.matrix.repeat, running=())
+        given_up = self.killed.get(result.cell.id, 0) > RETRIES
+        return given_up or not schedule.pending([result], seeds=self.seeds, again=self.once_more)
 
     # one attempt -------------------------------------------------------------------------------
+
+    @property
+    def _slots_of_a_cell(self) -> int:
+        """A cell on a CPU has one slot; on GPUs as many as the matrix says, or all."""
+        if self.machine.slots and self.machine.slots[0].startswith("cpu"):
+            return 1
+        return self.matrix.gpus_per_cell or max(1, len(self.machine.slots))
 
     def seed(self, index: int) -> int:
         """The seed of a cell's attempt `index`: the same in every cell."""
@@ -234,16 +261,17 @@ class Driver:
     def _start(self, attempt: schedule.Attempt, *, seed: int | None = None) -> None:
         number, folder = self.store.new_attempt(attempt.cell, variant=self.variant)
         seed = self.seed(attempt.index) if seed is None else seed
-        slot = self.free.pop(0)
+        taken, self.free = self.free[: self._slots_of_a_cell], self.free[self._slots_of_a_cell :]
+        slot = ",".join(taken)
         launch = self.trainer.launch(self.matrix, attempt.cell, seed=seed, folder=folder)
         offline = {"HF_HUB_OFFLINE": "1"} if launch.from_hub and self.trained else {}
         added = {**offline, **launch.env, **slot_environment(slot, self.occasion)}
         env = child_environment(self.occasion.environ, set=added)
-        task = Task(launch.argv, env, Path(launch.workdir), folder, self.matrix.timeout, (slot,))
+        task = Task(launch.argv, env, Path(launch.workdir), folder, self.matrix.timeout, tuple(taken))
         try:
             handle = self.executor.start(task)
         except BaseException:
-            self.free.insert(0, slot)
+            self.free = taken + self.free
             raise
         self.running.append(Running(attempt, number, seed, folder, slot, handle, time.monotonic()))
         self.echo(CellStarted(attempt.cell, number, slot))
@@ -253,7 +281,7 @@ class Driver:
             ended = self.executor.poll(entry.handle)
             if ended is not None:
                 self.running.remove(entry)
-                self.free.append(entry.slot)
+                self.free += entry.slot.split(",")
                 self.free.sort(key=self.machine.slots.index)
                 yield entry, ended
 
@@ -273,7 +301,9 @@ class Driver:
         entry = ended[0]
         first = not any(result.attempts for result in results.values())
         if outcome.bad_input and first:
-            raise BadFirstCell(outcome.reason)
+            what, _, mend = outcome.reason.partition("\ntry:")
+            mend = mend or " mend what it names; nothing was kept of this run"
+            raise BadFirstCell(f"{what} (in the first cell, {entry.attempt.cell.id})\ntry:{mend}")
         self.store.write_outcome(entry.folder, outcome)
         if outcome.blocked and entry.attempt.cell.levels.items() >= outcome.blocked.items():
             self.blocked.append((outcome.blocked, outcome.reason))
@@ -288,6 +318,9 @@ class Driver:
 
     def _tell(self, cell: Cell, outcome: Outcome, results: dict[str, CellResult]) -> None:
         self.trained = self.trained or outcome.judged
+        if outcome.status is Status.KILLED:
+            self.killed[cell.id] = self.killed.get(cell.id, 0) + 1
+        self.once_more.discard(cell.id)
         before = results[cell.id]
         results[cell.id] = replace(before, attempts=(*before.attempts, outcome))
         done = sum(self._done(result) for result in results.values())
@@ -298,9 +331,9 @@ class Driver:
         now = time.monotonic()
         return schedule.time_left(
             open_,
-            repeat=self.matrix.repeat,
+            seeds=self.seeds,
             elapsed={entry.attempt.cell.id: now - entry.began for entry in self.running},
-            work={result.cell.id: self.trainer.work(self.matrix, result.cell) for result in open_},
+            work=self.work,
             slots=len(self.machine.slots),
         )
 
@@ -320,7 +353,7 @@ class Driver:
     ) -> tuple[Outcome, ...]:
         """Further attempts of one cell, one after another, with these seeds."""
         self.echo, self.variant = listener, variant
-        self.free = self.free[:1]
+        self.free = self.free[: self._slots_of_a_cell]
         outcomes = []
         with interruptible():
             for index, seed in enumerate(seeds, start=1):
@@ -344,12 +377,12 @@ class BadFirstCell(UsageError):
 
 def execute(driver: Driver, listener: Listener) -> tuple[CellResult, ...]:
     """A whole run under the folder's lock. A first cell that can't begin leaves no folder behind."""
-    try:
-        with driver.store.lock():
+    with driver.store.lock():
+        try:
             return driver.run(listener)
-    except BadFirstCell:
-        driver.store.discard()
-        raise
+        except BadFirstCell:
+            driver.store.discard()
+            raise
 
 
 @contextmanager

@@ -17,7 +17,7 @@ RECENT = 128  # trainings that the estimate looks at
 
 @dataclass(frozen=True)
 class Attempt:
-    """An attempt to start. `index` counts a cell's attempts from 1, killed ones left out: it sets the seed."""
+    """An attempt to start. `index` counts a cell's seeds from 1: attempt k uses the first seed + k - 1."""
 
     cell: Cell
     index: int
@@ -28,17 +28,35 @@ def counted(attempts: Sequence[Outcome]) -> tuple[Outcome, ...]:
     return tuple(attempt for attempt in attempts if attempt.status is not Status.KILLED)
 
 
-def pending(results: Sequence[CellResult], *, repeat: int, running: Collection[str]) -> list[Attempt]:
-    """Attempts still to make, in the order of `results`; `running` holds the ids of cells under way.
+def pending(
+    results: Sequence[CellResult],
+    *,
+    seeds: Sequence[int],
+    running: Collection[str] = (),
+    given_up: Collection[str] = (),
+    again: Collection[str] = (),
+) -> list[Attempt]:
+    """Attempts still to make, in the order of `results`: each cell once with every one of `seeds`.
 
-    A cell that ended unjudged is not tried again: it would end the same way.
+    `running` holds the ids of cells under way, `given_up` of those that somebody keeps killing, `again` of
+    those to be tried once more although they ended unjudged. Without that they would end the same way.
     """
     todo = []
     for result in results:
+        if result.cell.id in (*running, *given_up):
+            continue
         done = counted(result.attempts)
-        if result.cell.id not in running and len(done) < repeat and all(outcome.judged for outcome in done):
-            todo.append(Attempt(result.cell, len(done) + 1))
+        made = {outcome.seed for outcome in done if outcome.judged or result.cell.id not in again}
+        missing = [index for index, seed in enumerate(seeds, start=1) if seed not in made]
+        if missing and (result.cell.id in again or _worth_it(done, seeds)):
+            todo.append(Attempt(result.cell, missing[0]))
     return todo
+
+
+def _worth_it(done: Sequence[Outcome], seeds: Sequence[int]) -> bool:
+    """Whether the latest attempt with each seed was judged (a rerun may have judged what had failed before)."""
+    latest = {outcome.seed: outcome for outcome in done if outcome.seed in seeds}
+    return all(outcome.judged for outcome in latest.values())
 
 
 def blocked_by(cell: Cell, blocked: Sequence[tuple[Mapping[str, str], str]]) -> str | None:
@@ -52,7 +70,7 @@ def blocked_by(cell: Cell, blocked: Sequence[tuple[Mapping[str, str], str]]) -> 
 def time_left(
     results: Sequence[CellResult],
     *,
-    repeat: int,
+    seeds: Sequence[int],
     elapsed: Mapping[str, float],
     work: Mapping[str, float],
     slots: int,
@@ -73,7 +91,7 @@ def time_left(
     total = 0.0
     for result in results:
         done = counted(result.attempts)
-        missing = max(0, repeat - len(done)) if all(outcome.judged for outcome in done) else 0
+        missing = len({*seeds} - {outcome.seed for outcome in done}) if _worth_it(done, seeds) else 0
         one = load + share * costs(result.cell)
         total += max(0.0, missing * one - elapsed.get(result.cell.id, 0.0))
     return total / max(1, slots)

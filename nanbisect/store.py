@@ -16,6 +16,7 @@ import contextlib
 import errno
 import fcntl
 import functools
+import hashlib
 import json
 import os
 import re
@@ -32,8 +33,10 @@ from nanbisect.outcome import Outcome, jsonable
 
 SCHEMA = 1
 RUN, RESULT, CSV, REPORT, LOCK = "run.json", "result.json", "results.csv", "report.md", ".lock"
+IGNORE, IGNORE_ALL = ".gitignore", "*\n"
 OUTCOME, LOG, DIARY, ARMED = "outcome.json", "log.txt", "trainer.jsonl", "armed.jsonl"
 TAIL_BYTES = 1 << 16
+LARGE, ENDS = 1 << 26, 1 << 20
 PROBE = Path(__file__).parent / "probe"
 ATTEMPT = re.compile(r"^attempt-(\d+)$")
 
@@ -43,6 +46,7 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()  # a training has a working folder of its own
+        self.made = False
 
     def __str__(self) -> str:
         """The folder as a person would type it from here."""
@@ -53,11 +57,12 @@ class Store:
     def create(cls, folder: Path, run: Mapping[str, Any]) -> Store:
         """Make the folder with its `run.json`. Raises StoreError if it is in use or can't be made."""
         with explained(folder):
-            if folder.exists() and any(not entry.name.startswith(".") for entry in folder.iterdir()):
+            if folder.exists() and any(not _ours(entry) for entry in folder.iterdir()):
                 raise StoreError(f"{folder} is not empty\ntry: another --out, or --resume if it is an unfinished run")
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / ".gitignore").write_text("*\n", encoding="utf-8")
             store = cls(folder)
+            store.made = not folder.exists()
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / IGNORE).write_text(IGNORE_ALL, encoding="utf-8")
             store.write_run(run)
         return store
 
@@ -143,13 +148,26 @@ class Store:
         self._write(RESULT, json.dumps(jsonable(result), indent=1, allow_nan=False))
 
     def discard(self) -> None:
-        """Remove a run that never began (a bad input found by its first cell)."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove what `create` made of a run that never began (a bad input found by its first cell)."""
+        for name in ("cells", "variants"):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+        for name in (RUN, IGNORE, LOCK):
+            (self.folder / name).unlink(missing_ok=True)
+        if self.made:
+            with contextlib.suppress(OSError):  # somebody put something into it
+                self.folder.rmdir()
 
     def _write(self, name: str | Path, text: str) -> None:
         path = self.folder / name
         with explained(path):
             atomic_write(path, text)
+
+
+def _ours(entry: Path) -> bool:
+    """What a run that died at its birth leaves: its lock, its .gitignore, a temporary file."""
+    if entry.name == IGNORE:
+        return entry.read_text(encoding="utf-8", errors="replace") == IGNORE_ALL
+    return entry.name == LOCK or (entry.name.startswith(f".{RUN}.") and entry.name.endswith(".tmp"))
 
 
 def read_evidence(folder: Path, ended: Exit | None = None) -> Evidence:
@@ -210,6 +228,25 @@ def find_run(name: str, reports: Path) -> Path:
     raise StoreError(f"there is no run {name!r}\ntry: the path of a run folder, its name below {reports}, or `latest`")
 
 
+def fingerprint(path: Path) -> str:
+    """A file's or folder's mark, to notice that it changed: names, sizes, and the bytes of what is small.
+
+    Of a file above 64 MiB (weights) the first and last MiB stand for the rest.
+    """
+    digest = hashlib.sha256()
+    files = [path] if path.is_file() else sorted(entry for entry in path.rglob("*") if entry.is_file())
+    with explained(path, "read"):
+        for file in files:
+            size = file.stat().st_size
+            digest.update(f"{file.relative_to(path) if file != path else ''} {size}".encode())
+            with file.open("rb") as handle:
+                digest.update(handle.read(LARGE if size <= LARGE else ENDS))
+                if size > LARGE:
+                    handle.seek(-ENDS, os.SEEK_END)
+                    digest.update(handle.read())
+    return digest.hexdigest()[:16]
+
+
 def atomic_write(path: Path, text: str) -> None:
     """Temporary file, fsync, replace, fsync of the folder: the file is whole or absent, never torn."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -230,7 +267,7 @@ def atomic_write(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def explained(path: Path) -> Iterator[None]:
+def explained(path: Path, verb: str = "written") -> Iterator[None]:
     """OSErrors of the file system in the user's words."""
     try:
         yield
@@ -241,7 +278,7 @@ def explained(path: Path) -> Iterator[None]:
             errno.EACCES: "no permission\ntry: --out with a folder that you may write",
             errno.EROFS: "the file system is read-only\ntry: --out with a folder that you may write",
         }.get(error.errno or 0, error.strerror or str(error))
-        raise StoreError(f"{path} can't be written: {mend}") from error
+        raise StoreError(f"{path} can't be {verb}: {mend}") from error
 
 
 def _listed(folder: Path) -> list[Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +52,16 @@ def diary(*steps: Mapping[str, Any], how: str | None = "done", seed: int = 0, **
     resolved = {"precision": "fp32", "seed": seed}
     entries: list[Mapping[str, Any]] = [{"kind": "loaded", "at": 1.0, "resolved": resolved}]
     for number, step in enumerate(steps, start=1):
-        entries.append({"kind": "micro_batch", "at": 1.5, "step": number, "records": [f"r{number}"]})
-        entries.append({"kind": "step", "at": 1.0 + number, "step": number, **{"taken": True, **step}})
+        entries.append({"kind": "micro_batch", "at": 1.5, "step": number, "window": number, "records": [f"r{number}"]})
+        entries.append(
+            {"kind": "step", "at": 1.0 + number, "step": number, "window": number, **{"taken": True, **step}}
+        )
     if how is not None:
         entries.append({"kind": "end", "at": 9.0, "how": how, **end})
     return lines(*entries)
 
 
+EXIT = {"kind": "exit", "time": 20.0, "steps": 2, "backwards": 2, "events": 0, "repairs": {}}
 STEP = {"grad_norm": 1.25, "losses": [2.5], "channels": [{"text": [25.0, 10.0]}]}
 
 
@@ -66,7 +69,7 @@ def finite_files() -> dict[str, str]:
     """What a healthy attempt leaves."""
     return {
         "armed.jsonl": lines({"pid": 1, "argv": []}),
-        "events.0.1.jsonl": lines(AWAKE, CHECKED, step_event(1), step_event(2)),
+        "events.0.1.jsonl": lines(AWAKE, CHECKED, step_event(1), step_event(2), EXIT),
         "trainer.jsonl": diary(STEP, STEP),
     }
 
@@ -101,9 +104,13 @@ class FakeTrainer:
         """Everything took effect."""
         return Effect()
 
-    def work(self, matrix: Matrix, cell: Cell) -> float:
+    def inputs(self, matrix: Matrix) -> Mapping[str, Path]:
+        """Nothing."""
+        return {}
+
+    def work(self, matrix: Matrix, cells: Sequence[Cell]) -> Mapping[str, float]:
         """Two micro-batches, as many as the files have."""
-        return 2.0
+        return {cell.id: 2.0 for cell in cells}
 
 
 Levels = Mapping[str, str]

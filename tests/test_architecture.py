@@ -17,11 +17,19 @@ TRAINING = ("trainers/sft/", "probe/")  # what runs in the training process
 FLOORS = (
     ("errors", "matrix", "outcome", "events"),
     (
-        *("yaml_tree", "matrix_flags", "matrix_shape", "matrix_command", "matrix_check", "matrix_file", "matrix_schema"),
+        *(
+            "yaml_tree",
+            "matrix_flags",
+            "matrix_shape",
+            "matrix_command",
+            "matrix_check",
+            "matrix_file",
+            "matrix_schema",
+        ),
         *("evidence", "neutrality", "combinations", "attribution", "search", "schedule", "tables", "report"),
     ),
     ("executors", "store", "trainers"),
-    ("run",),
+    ("run", "watch"),
     ("console", "app", "cli", "__main__"),
 )
 NO_EFFECTS = {"os", "time", "random", "pathlib", "subprocess", "socket", "tempfile", "threading", "secrets", "shutil"}

@@ -363,10 +363,10 @@ def step(loss: float, norm: float = 2.0, **extra: Any) -> Outcome:
 
 
 def test_identical_bits_say_that_a_setting_may_not_have_arrived() -> None:
-    factors = (Factor("max_length", ("64", "128")), Factor("channel_weights", ("1,8", "1,32")))
+    factors = (Factor("loss_reduction", ("a", "b")), Factor("channel_weights", ("1,8", "1,32")))
     results = ran(factors, lambda levels: step(1.5 if levels["channel_weights"] == "1,8" else 2.5))
     found = attribute(factors, results, neutral_settings=NEUTRAL)
-    assert caution(found, "identical_bits").text.startswith("max_length=64 and max_length=128 gave bit-identical")
+    assert caution(found, "identical_bits").text.startswith("loss_reduction=a and loss_reduction=b gave bit-identical")
     assert "in 2 pairs" in caution(found, "identical_bits").text
 
 
@@ -655,3 +655,20 @@ def test_supported_causes_are_rarely_wrong(share: float, fewest: float) -> None:
     assert supported > 100
     assert wrong < 0.02 * supported
     assert with_cause >= fewest * 300
+
+
+def test_a_finite_cell_that_never_met_the_bad_record_refutes_nothing() -> None:
+    """With three steps each, batch size 1 never reaches the record that batch size 8 meets."""
+    factors = (Factor("batch_size", ("1", "8")), Factor("attention", ("sdpa", "eager")))
+
+    def outcome(levels: Mapping[str, str]) -> Outcome:
+        if levels["batch_size"] == "8":
+            return replace(NONFINITE, suspects=("r5", "r6"), records=("r5", "r6"))
+        return replace(FINITE, records=("r1", "r2"))
+
+    found = attribute(factors, ran(factors, outcome))
+    assert found.finding is Finding.UNDECIDED
+    assert found.causes == ()
+    assert "cells 1 and 2" in caution(found, "different_records").text
+    same = attribute(factors, ran(factors, lambda levels: replace(outcome(levels), records=("r1", "r2", "r5", "r6"))))
+    assert [cause.levels for cause in same.causes] == [{"batch_size": ("8",)}]

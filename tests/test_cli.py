@@ -132,6 +132,11 @@ def test_a_finite_run_ends_with_zero_and_resumes_to_the_same(place: Path) -> Non
     assert json.loads((place / "out" / "result.json").read_text())["cells"] == json.loads(before)["cells"]
     nanbisect(*RUN, cwd=place).refused("not empty", "--resume")
     nanbisect(*RUN, "--resume", "--steps", "2", cwd=place).refused("another matrix", "steps")
+    data = (place / "train.jsonl").read_text()
+    (place / "train.jsonl").write_text(data.replace("a", "e", 1))
+    nanbisect(*RUN, "--resume", cwd=place).refused("another data", "a new run")
+    assert "the data is not what it was" in nanbisect("rerun", "out", "1", "--with", "max_length=32", cwd=place).out
+    (place / "train.jsonl").write_text(data)
     nanbisect("rerun", "out", "batch_size", cwd=place).refused("2 cells match")
     nanbisect("rerun", "out", "1", "--with", "precision=fp99", cwd=place).refused("fp99", "bf16")
     nanbisect("rerun", "nowhere", "1", cwd=place).refused("no run 'nowhere'")
@@ -180,7 +185,7 @@ def test_an_interrupt_keeps_what_ended_and_says_how_to_go_on(place: Path) -> Non
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130, out
-    assert "--resume --out out" in out
+    assert "go on with: nanbisect run m.yaml --out out --repeat 2 --resume" in out
     done = nanbisect(*RUN, "--repeat", "2", "--resume", cwd=place)
     assert done.code == 0, done.err
     assert result(place / "out")["counts"] == {"finite": 2}

@@ -83,7 +83,7 @@ def test_cells_see_the_same_number_of_records(tmp_path: Path) -> None:
     steps = {level: launched(matrix, tmp_path, batch_size=level).env["NANBISECT_STEPS"] for level in ("1", "8")}
     assert steps == {"1": "24", "8": "3"}
     cells = expand(matrix)
-    assert [TRAINER.work(matrix, cell) for cell in (cells[0], cells[-1])] == [48.0, 6.0]
+    assert [TRAINER.work(matrix, cells)[cell.id] for cell in (cells[0], cells[-1])] == [48.0, 6.0]
 
 
 def test_braces_that_are_no_placeholder_are_text(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ MATRICES = sorted((ROOT / "matrices").glob("*.yaml"))
 
 def commands() -> list[list[str]]:
     """Every `nanbisect ...` of the README, as words without comments."""
-    found = [re.search(r"nanbisect (run|plan|rerun|report|--).*", line) for line in SHELL]
+    found = [re.search(r"nanbisect (run|plan|rerun|report|watch|--).*", line) for line in SHELL]
     return [shlex.split(match[0], comments=True) for match in found if match]
 
 
@@ -80,13 +80,13 @@ def test_every_matrix_can_be_read(path: Path) -> None:
     assert f"nanbisect run matrices/{path.name}" in path.read_text()
 
 
-def test_the_matrix_of_the_readme_can_be_read() -> None:
-    """The example is a whole matrix."""
-    text = next(text for language, text in BLOCKS if language == "yaml")
+def test_the_matrices_of_the_readme_can_be_read() -> None:
+    """The examples are whole matrices."""
     from nanbisect.matrix_file import read_matrix
 
-    matrix = read_matrix(text, source="README.md", folder=".", vocabularies=VOCABULARIES)
-    assert len(expand(matrix)) == 36
+    texts = [text for language, text in BLOCKS if language == "yaml"]
+    matrices = [read_matrix(text, source="README.md", folder=".", vocabularies=VOCABULARIES) for text in texts]
+    assert [len(expand(matrix)) for matrix in matrices] == [36, 4]
 
 
 def test_nothing_of_this_machine_is_in_the_example_run() -> None:
@@ -103,6 +103,7 @@ FLAGS = {
     },
     "plan": {"--model-path", "--train-jsonl", "--set", "--factor", "--steps", "--device", "--schema", "--help"},
     "rerun": {"--repeat", "--with", "--help"},
+    "watch": {"--steps", "--stop", "--json", "--help"},
     "report": {"--format", "--redact", "--help"},
 }  # fmt: skip
 

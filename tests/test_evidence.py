@@ -166,6 +166,29 @@ def test_lost_events_are_never_finite_and_never_hide_a_finding() -> None:
     assert judged(fewer).status is Status.FAILED
 
 
+def test_a_command_without_a_diary_is_judged_by_the_probe_alone() -> None:
+    """Its exit code counts, unless the probe had stopped it; its records come from the probe's batches."""
+    batch = {
+        "kind": "batch", "time": 9.0, "step": 1, "micro_batch": 0, "module": "M", "matched": "content",
+        "indices": [4, 7], "records": None, "shapes": {}, "padding": None, "valid_labels": None,
+    }  # fmt: skip
+    events = [fakes.AWAKE, fakes.CHECKED, batch, fakes.step_event(1), fakes.EXIT]
+    files = {"armed.jsonl": "{}", "events.0.1.jsonl": fakes.lines(*events)}
+    outcome = judged(files)
+    assert (outcome.status, outcome.records, outcome.loss) == (Status.FINITE, ("row 4", "row 7"), (2.5,))
+    assert judged(files, Ending("exited", 1, None, 1.0, False)).status is Status.FAILED
+    assert judged(files, Ending("exited", None, 6, 1.0, False)).status is Status.FAILED
+    stopped = {"kind": "stopped", "time": 9.5, "why": "steps", "steps": 1, "backwards": 1, "tries": 1, "forced": False}
+    told = {**files, "events.0.1.jsonl": fakes.lines(*events[:-1], stopped, fakes.EXIT)}
+    assert judged(told, Ending("exited", None, 6, 1.0, False)).status is Status.FINITE
+    cut = {**files, "events.0.1.jsonl": fakes.lines(*events[:-1])}
+    assert judged(cut).status is Status.FAILED
+    partial = {"kind": "partial", "time": 3.0, "reason": "DeepSpeed ZeRO stage 3"}
+    hidden = {**files, "events.0.1.jsonl": fakes.lines(*events[:2], partial, *events[2:])}
+    assert "ZeRO" in judged(hidden).reason
+    assert judged(hidden).status is Status.FAILED
+
+
 def test_a_scaler_that_skips_every_step_leaves_nothing_to_judge() -> None:
     """No step was taken, so finite would be a guess."""
     skipped = {**fakes.STEP, "taken": False}
@@ -175,7 +198,7 @@ def test_a_scaler_that_skips_every_step_leaves_nothing_to_judge() -> None:
 def test_absorbed_overflows_are_a_doubt_not_a_finding() -> None:
     """Skipped steps under a GradScaler leave the cell finite, with the scales."""
     skip = fakes.step_event(1, taken=False, ended="scaler_skip", scale=65536.0, bad=[{"name": "a"}], norm="+inf")
-    events = fakes.lines(fakes.AWAKE, fakes.CHECKED, skip, fakes.step_event(2, scale=32768.0))
+    events = fakes.lines(fakes.AWAKE, fakes.CHECKED, skip, fakes.step_event(2, scale=32768.0), fakes.EXIT)
     outcome = judged({**fakes.finite_files(), "events.0.1.jsonl": events})
     assert outcome.status is Status.FINITE
     assert [doubt.code for doubt in outcome.doubts] == ["scaler_skip"]

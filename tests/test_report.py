@@ -61,7 +61,7 @@ BAD = Outcome(
     seconds=1.9,
 )
 GOOD = Outcome(
-    Status.FINITE, "finite", loss=(3.789, 3.5, 3.1), grad_norm=(1.25, 1.0, 0.9), records=("utt01", "utt03"), seconds=2.2
+    Status.FINITE, "finite", loss=(3.789, 3.5, 3.1), grad_norm=(1.25, 1.0, 0.9), records=("utt01", "utt02"), seconds=2.2
 )
 NO_FLASH = Outcome(Status.UNSUPPORTED, "flash_attn is not installed", blocked={"attention": "flash"})
 Judge = Callable[[Mapping[str, str]], Outcome | None]

@@ -96,6 +96,20 @@ def test_slots_are_never_exceeded_and_each_cell_sees_its_own(tmp_path: Path) -> 
     assert {task.env["CUDA_VISIBLE_DEVICES"] for task in executor.starts} == {"0", "3"}
 
 
+def test_a_cell_of_several_gpus_takes_them_at_once(tmp_path: Path) -> None:
+    """Four GPUs, two a cell: two cells at a time, each with its own pair; too few GPUs is an error."""
+    machine = Machine({"device": "cuda"}, (), ("0", "1", "2", "3"))
+    executor = fakes.executor_for(both)
+    go(driver_for(tmp_path / "r", executor, matrix=replace(MATRIX, gpus_per_cell=2), machine=machine))
+    assert executor.most_at_once == 2
+    assert {task.env["CUDA_VISIBLE_DEVICES"] for task in executor.starts} == {"0,1", "2,3"}
+    assert max(executor.slots.values()) == 1
+    every = replace(MATRIX, gpus_per_cell=None)
+    go(driver_for(tmp_path / "all", fakes.executor_for(both), matrix=every, machine=machine))
+    with pytest.raises(UsageError, match="there are 4 GPUs"):
+        driver_for(tmp_path / "few", executor, matrix=replace(MATRIX, gpus_per_cell=8), machine=machine)
+
+
 def test_the_first_cell_goes_alone_until_one_was_judged(tmp_path: Path) -> None:
     """A model that can't be used is found once, not in every slot."""
     machine = Machine({"device": "cpu"}, (), ("cpu0", "cpu1", "cpu2"))

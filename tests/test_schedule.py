@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -17,7 +18,16 @@ from tests.fakes import matrix_of
 def result(number: int, *statuses: Status, train: float = 4.0, micro: int = 4) -> CellResult:
     """A cell with attempts that took two seconds to load."""
     attempts = tuple(
-        Outcome(status, "", attempt=k, seconds=2.0 + train, load_seconds=2.0, train_seconds=train, micro_batches=micro)
+        Outcome(
+            status,
+            "",
+            attempt=k,
+            seed=k - 1,
+            seconds=2.0 + train,
+            load_seconds=2.0,
+            train_seconds=train,
+            micro_batches=micro,
+        )
         for k, status in enumerate(statuses, start=1)
     )
     return CellResult(Cell(number, {"n": str(number)}), attempts)
@@ -25,7 +35,7 @@ def result(number: int, *statuses: Status, train: float = 4.0, micro: int = 4) -
 
 def test_a_killed_attempt_is_made_again_with_its_own_seed() -> None:
     """Killed from outside says nothing: the index, and so the seed, stays the same."""
-    todo = schedule.pending([result(1, Status.KILLED)], repeat=1, running=())
+    todo = schedule.pending([result(1, Status.KILLED)], seeds=[0])
     assert [(attempt.cell.number, attempt.index) for attempt in todo] == [(1, 1)]
 
 
@@ -34,14 +44,24 @@ def test_a_killed_attempt_is_made_again_with_its_own_seed() -> None:
 )
 def test_a_cell_that_was_not_judged_is_not_tried_again(status: Status) -> None:
     """It would end the same way."""
-    assert schedule.pending([result(1, status)], repeat=3, running=()) == []
+    assert schedule.pending([result(1, status)], seeds=[0, 1, 2]) == []
 
 
 def test_repeats_run_until_there_are_enough_and_running_cells_wait() -> None:
     """One attempt of a cell at a time."""
     results = [result(1, Status.FINITE), result(2), result(3, Status.FINITE, Status.NONFINITE)]
-    todo = schedule.pending(results, repeat=2, running=(results[1].cell.id,))
+    todo = schedule.pending(results, seeds=[0, 1], running=(results[1].cell.id,))
     assert [(attempt.cell.number, attempt.index) for attempt in todo] == [(1, 2)]
+
+
+def test_a_rerun_does_not_use_up_a_seed() -> None:
+    """Attempts are missing by their seeds, not by their number; what a rerun judged is judged."""
+    again = result(1, Status.FINITE, Status.FINITE)
+    same = CellResult(again.cell, tuple(replace(attempt, seed=0) for attempt in again.attempts))
+    assert [attempt.index for attempt in schedule.pending([same], seeds=[0, 1])] == [2]
+    failed = CellResult(same.cell, (replace(same.attempts[0], status=Status.FAILED), same.attempts[1]))
+    assert [attempt.index for attempt in schedule.pending([failed], seeds=[0, 1])] == [2]
+    assert schedule.pending([failed], seeds=[0, 1], given_up=[failed.cell.id]) == []
 
 
 def test_blocked_levels_block_the_cells_that_hold_them_all() -> None:
@@ -57,12 +77,12 @@ SPEEDS = st.lists(st.floats(0.3, 8.0), min_size=7, max_size=7)
 
 @given(speeds=SPEEDS, load=st.floats(0.5, 60), base=st.floats(0.1, 30))
 def test_after_the_first_cells_the_estimate_is_within_two_times(speeds: list[float], load: float, base: float) -> None:
-    """Once every level was seen. They may differ in speed by an order of magnitude."""
+    """Once every level was seen, and half of the cells. Levels may differ in speed by an order of magnitude."""
     matrix = matrix_of(batch_size=("1", "2", "8"), attention=("sdpa", "eager"), precision=("bf16", "fp16"))
     pace = dict(zip(((f.name, level) for f in matrix.factors for level in f.levels), speeds, strict=True))
     cells = run_order(matrix, expand(matrix), lambda cell: True)
     seconds = {cell.id: base * math.prod(pace[item] for item in cell.levels.items()) for cell in cells}
-    for known in range(3, len(cells)):
+    for known in range(len(cells) // 2, len(cells)):
         results = [
             CellResult(
                 cell,
@@ -73,7 +93,7 @@ def test_after_the_first_cells_the_estimate_is_within_two_times(speeds: list[flo
             for place, cell in enumerate(cells)
         ]
         left = sum(load + seconds[cell.id] for cell in cells[known:])
-        told = schedule.time_left(results, repeat=1, elapsed={}, work=dict.fromkeys(seconds, 4.0), slots=1)
+        told = schedule.time_left(results, seeds=[0], elapsed={}, work=dict.fromkeys(seconds, 4.0), slots=1)
         spent = sum(load + seconds[cell.id] for cell in cells[:known])
         if {item for cell in cells[:known] for item in cell.levels.items()} != set(pace):
             continue
@@ -83,12 +103,12 @@ def test_after_the_first_cells_the_estimate_is_within_two_times(speeds: list[flo
 
 def test_no_estimate_before_the_first_cell_has_ended() -> None:
     """A number out of nothing would be a guess."""
-    assert schedule.time_left([result(1), result(2)], repeat=1, elapsed={}, work={}, slots=1) is None
+    assert schedule.time_left([result(1), result(2)], seeds=[0], elapsed={}, work={}, slots=1) is None
 
 
 def test_slots_and_elapsed_time_shorten_the_rest() -> None:
     """Two slots halve it; what has passed is taken off."""
     results = [result(1, Status.FINITE), result(2), result(3)]
     work = {r.cell.id: 4.0 for r in results}
-    assert schedule.time_left(results, repeat=1, elapsed={}, work=work, slots=1) == pytest.approx(12.0)
-    assert schedule.time_left(results, repeat=1, elapsed={"n=2": 4.0}, work=work, slots=2) == pytest.approx(4.0)
+    assert schedule.time_left(results, seeds=[0], elapsed={}, work=work, slots=1) == pytest.approx(12.0)
+    assert schedule.time_left(results, seeds=[0], elapsed={"n=2": 4.0}, work=work, slots=2) == pytest.approx(4.0)

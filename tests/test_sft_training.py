@@ -206,12 +206,16 @@ def test_an_overflow_that_a_scaler_absorbs_and_one_that_it_cannot(tmp_path: Path
     steps = done["healthy"].evidence.lines("step")
     assert (steps[0]["taken"], steps[0]["grad_norm"] in ("nan", "+inf")) == (False, True)
     assert sum(line["taken"] for line in steps) == 3
-    assert [line["records"] for line in done["healthy"].evidence.lines("micro_batch")][-1] == ["0"]  # begun again
+    met = [line["records"] for line in done["healthy"].evidence.lines("micro_batch")]
+    assert met[:2] == [["0"], ["0"]]  # a step that was skipped is tried again on the same records
+    assert met[-1] == ["2"]
+    assert len(healthy.loss) == 3
     for name in ("hopeless", "unscaled"):
         outcome = done[name].outcome()
         assert (name, outcome.status) == (name, Status.NONFINITE)
         assert outcome.site is not None
         assert outcome.site.phase == "backward"
+        assert (outcome.site.step, outcome.suspects) == (1, ("0",))
 
 
 COUNTING = """

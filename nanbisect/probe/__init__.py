@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 _observer: Observer | None = None
 _end: Callable[[str], Any] | None = None
+_learn: Callable[[Any], Any] | None = None
 
 
 def install(folder: str) -> None:
     """Patch torch in this process; events go to files in `folder`. Called once, by sitecustomize."""
-    global _observer, _end
+    global _observer, _end, _learn
     import torch
 
     from . import patches
@@ -40,6 +41,7 @@ def install(folder: str) -> None:
         journal.write("probe_error", where="install", error=repr(error))
         raise
     _observer, _end = observer, guard(observer.steps.end, "end of step")
+    _learn = guard(observer.learn, "learning the model")
 
 
 def found() -> bool:
@@ -57,3 +59,15 @@ def backward_only() -> None:
     """Called by a loop that frees gradients as they arrive: a missing gradient is no repair there."""
     if _observer is not None:
         _observer.steps.frees_gradients = True
+
+
+def model(module: Any) -> None:
+    """Called by a loop before its first step: look at the whole model as it was loaded, and take its names."""
+    if _learn is not None:
+        _learn(module)
+
+
+def norm(value: Any) -> None:
+    """Called by a loop that does not clip: the gradient norm that it measured itself."""
+    if _observer is not None:
+        _observer.steps.measured(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from typing import Dict, Iterable, List, NamedTuple, Tuple
 
 import torch
@@ -38,6 +39,7 @@ class Names:
         self.gathered: Table = {}  # FSDP2's unsharded parameters: leaves of the graph, and empty most of the time
         self.tied: dict[str, list[str]] = {}
         self.lessons = 0
+        self.modules: list[weakref.ref[torch.nn.Module]] = []
 
     def learn(self, module: torch.nn.Module, *, rename: bool = False) -> tuple[Pairs, Pairs]:
         """Take a module's names; returns its parameters and buffers that had none.
@@ -48,10 +50,20 @@ class Names:
         new = [[(name, tensor) for name, tensor in pairs if not self.named(tensor)] for pairs in (parameters, buffers)]
         if rename or new[0] or new[1]:
             self.lessons += 1
+            self.modules.append(weakref.ref(module))
             self.parameters = self._merged(self.parameters, parameters)
             self.buffers = self._merged(self.buffers, buffers)
             self._learn_tied(module)
         return new[0], new[1]
+
+    def buffers_now(self) -> Pairs:
+        """(name, buffer) of the modules learnt, as they are now: a forward may put another tensor in its place."""
+        found: dict[int, tuple[str, torch.Tensor]] = {}
+        for reference in reversed(self.modules):
+            module = reference()
+            for name, tensor in module.named_buffers() if module is not None else ():
+                found.setdefault(id(tensor), (name, tensor))
+        return list(found.values())
 
     def _merged(self, table: Table, pairs: Iterable[tuple[str, torch.Tensor]]) -> Table:
         fresh = {id(tensor): Named(name, self.handles.of(tensor), self.lessons) for name, tensor in pairs}

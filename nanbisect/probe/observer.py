@@ -94,6 +94,11 @@ class Observer:
                 self._new_root(module)
             self.steps.forward(Forward(type(module).__name__, inputs.tensors([args, kwargs]) or {}))
 
+    def learn(self, module: torch.nn.Module) -> None:
+        """A loop hands over its whole model before the first step."""
+        if not self._known(module):
+            self._new_root(module)
+
     def _known(self, module: torch.nn.Module) -> bool:
         reference = self.roots.get(id(module))
         return reference is not None and reference() is module
@@ -179,6 +184,7 @@ class Observer:
             handle.remove()
         if nested:
             return
+        self.steps.look_at_buffers()
         if self.window.stepped_inside:
             self.steps.end("step")
         else:

@@ -18,16 +18,16 @@ import torch
 from . import findings, numbers
 from .account import FIRST_BAD, account
 from .batches import Batches, Forward
-from .handles import Handle
 from .journal import Journal, rank, shared
 from .names import Names
 from .ownership import others, owned, state_of, without_gradient
 from .stopping import Count
-from .window import Bad, Clock, Entry, LossValue, Surfaced, Window
+from .window import Bad, BufferFlag, Clock, Entry, LossValue, Surfaced, Window
 
 UNPAIRED = 64  # forwards that wait for a backward
 EVENTS = 4  # non-finite events written; the first is the one that counts
-STATE_EVERY = 5  # steps between looks at the optimizer's state, after the first three
+STATE_ALWAYS = 64  # steps after each of which the optimizer's state is looked at, then every fifth
+STATE_EVERY = 5
 
 
 def inside_backward() -> bool:
@@ -54,23 +54,25 @@ class Steps:
         self.unlogged: str | None = None  # a non-finite loss that no log has told of yet
         self.scaler: weakref.ref[Any] | None = None
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.infinite: set[Handle] = set()  # buffers that hold Inf since loading
+        self.infinite: dict[str, str] = {}  # buffers that hold an Inf which is taken to be intended, and its kind
 
     # loading -----------------------------------------------------------------------------------
 
     def check_loaded(self, parameters: list[tuple[str, torch.Tensor]], buffers: list[tuple[str, torch.Tensor]]) -> None:
         """Values before the first step. An Inf in a buffer is usually an intended mask."""
         bad = numbers.bad_of(parameters)
-        tensors = dict(buffers)
         for entry in numbers.bad_of(buffers):
             if entry["value"] == "nan":
                 bad.append(entry)
-                continue
-            self.infinite.add(self.names.handles.of(tensors[entry["name"]]))
-            text = "buffer %s holds %s after loading" % (entry["name"], entry["value"])
-            self.repair("infinite_buffer", text, [entry["name"]])
+            else:
+                self._note_infinite(entry["name"], entry["value"], "after loading")
         if bad:
             self._event("load", bad[0]["value"], bad, 0, len(parameters) + len(buffers))
+
+    def _note_infinite(self, name: str, value: str, when: str) -> None:
+        if name not in self.infinite:
+            self.infinite[name] = value
+            self.repair("infinite_buffer", "buffer %s holds %s %s" % (name, value, when), [name])
 
     # judging -----------------------------------------------------------------------------------
 
@@ -166,7 +168,7 @@ class Steps:
     def skipped(self, optimizer: torch.optim.Optimizer) -> None:
         """A GradScaler skipped this optimizer's step."""
         bad = self.window.all_bad()
-        text = "the GradScaler skipped step %d at scale %g" % (self._number(), self._scale() or 0.0)
+        text = "the GradScaler skipped a step at scale %g" % (self._scale() or 0.0)
         self.repair("scaler_skip", text, [item.entry["name"] for item in bad])
         self.end("scaler_skip", optimizer)
 
@@ -204,6 +206,11 @@ class Steps:
         window.norm = norm if norm is not None else window.norm
         if window.bad:
             window.after_clip = findings.census(self.names)
+
+    def measured(self, norm: Any) -> None:
+        """A loop without clipping took the norm itself."""
+        if self.window.norm is None:
+            self.window.norm = norm
 
     # optimizer ---------------------------------------------------------------------------------
 
@@ -257,7 +264,7 @@ class Steps:
         window = self.window
         if norm is None or math.isfinite(norm) or how == "scaler_skip":
             return
-        if math.isinf(norm):
+        if math.isinf(norm) and window.clip is not None:
             text = "the gradient norm was Inf, so clipping set every finite gradient to 0"
             self.repair("zero_after_inf", text)
         if not (window.bad or window.carried or window.surfaced):
@@ -265,18 +272,39 @@ class Steps:
             phase = "reduce" if shared() and findings.came_from_others(norm, self.names) else "clip"
             self._event(phase, value, [], window.micro_batch, len(window.leaves), step=self._number())
 
+    def look_at_buffers(self) -> None:
+        """After a micro-batch's backward: the forward may have poisoned a buffer. Nothing is read yet."""
+        for name, tensor in self.names.buffers_now():
+            ends = numbers.ends(tensor)
+            if ends is not None:
+                handle = self.names.handles.of(tensor)
+                self.window.buffers.append(BufferFlag(self.window.micro_batch, name, handle, ends))
+
+    def _check_buffers(self) -> None:
+        """A NaN is an event, and +Inf in what was finite; -Inf is how masks are written, wherever they are built."""
+        flags, self.window.buffers = self.window.buffers, []
+        bad: list[Entry] = []
+        for flag, (low, high) in zip(flags, numbers.read([flag.ends for flag in flags])):
+            value = numbers.kind(low, high)
+            if value is None or flag.name in [entry["name"] for entry in bad]:
+                continue
+            if value == "-inf" or (value == "+inf" and flag.name in self.infinite):
+                self._note_infinite(flag.name, value, "in training")
+            else:
+                bad.append(numbers.entry(flag.name, value, flag.handle(), micro=flag.micro))
+        if bad:
+            self._event("forward", bad[0]["value"], bad, bad[0]["micro_batch"], len(flags), step=self._number())
+
     def _check_after(self, moved: bool, optimizer: torch.optim.Optimizer | None) -> None:
         """Buffers always (a forward may poison them), parameters and state if the optimizer moved."""
-        window, handles = self.window, self.names.handles
-        if window.seen:
-            buffers = self.names.live(self.names.buffers)
-            self._check("forward", [pair for pair in buffers if handles.of(pair[1]) not in self.infinite])
+        window = self.window
+        self._check_buffers()
         if not moved:
             return
         pairs = self.names.live(self.names.parameters)
         if not window.seen:  # a second optimizer of the same step
             pairs = [(self.names.name(parameter), parameter) for parameter in owned(optimizer)]
-        if self._number() <= 3 or self._number() % STATE_EVERY == 0 or window.bad:
+        if self._number() <= STATE_ALWAYS or self._number() % STATE_EVERY == 0 or window.bad:
             pairs = pairs + state_of(self.optimizers, self.names)
         self._check("optimizer", pairs)
 

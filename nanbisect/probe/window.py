@@ -55,6 +55,15 @@ class Surfaced(NamedTuple):
     bad: list[Bad]
 
 
+class BufferFlag(NamedTuple):
+    """A buffer's range after a micro-batch's backward."""
+
+    micro: int
+    name: str
+    handle: Handle
+    ends: torch.Tensor
+
+
 class Window:
     """The step under way. `carried` and `deferred` may come from the step before: evidence on other optimizers."""
 
@@ -78,6 +87,7 @@ class Window:
         self.stepping = False  # an optimizer is at work: forwards are its closure's
         self.stepped_inside = False  # an optimizer stepped in a hook, during backward
         self.consumed = False  # gradients were freed as they arrived
+        self.buffers: list[BufferFlag] = []  # after each micro-batch, not read yet
         self.norm: Any = None
         self.clip: dict[str, Any] | None = None
         self.after_clip: dict[str, Any] | None = None

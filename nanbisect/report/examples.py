@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from nanbisect.attribution import Cause, Finding
 from nanbisect.matrix import Matrix
 from nanbisect.neutrality import listed
-from nanbisect.outcome import CellResult
+from nanbisect.outcome import CellResult, Status
 from nanbisect.report.inputs import NOT_RUN, RunInputs, holds
 from nanbisect.report.verdict import known, not_varied
 from nanbisect.report.words import code, one_line
@@ -151,6 +151,19 @@ def without(command: Sequence[str], option: str, *, values: int = 0) -> tuple[st
     return tuple(kept)
 
 
+def _without_sets(command: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+    """The command without `--set` of these settings: they are to be varied now."""
+    kept: list[str] = []
+    for word in command:
+        fixed = word.removeprefix("--set=") if word.startswith("--set=") or (kept and kept[-1] == "--set") else ""
+        if fixed.partition("=")[0] in names:
+            if kept and kept[-1] == "--set":
+                kept.pop()
+        else:
+            kept.append(word)
+    return tuple(kept)
+
+
 def _option(command: Sequence[str], option: str) -> str | None:
     """The value of an option in a command."""
     for word, following in zip(command, (*command[1:], ""), strict=True):
@@ -168,6 +181,10 @@ def next_steps(inputs: RunInputs, pairs: Sequence[Pair]) -> tuple[Step, ...]:
     """What to do with this finding, the most useful first."""
     finding = inputs.attribution.finding
     steps: list[Step] = []
+    unjudged = [r for r in inputs.ordered if r.outcome and not r.outcome.judged and r.status is not Status.UNSUPPORTED]
+    if unjudged and finding is not Finding.NOTHING_JUDGED:
+        text = f"Make the cells that were not judged run; the log of cell {unjudged[0].cell.number} says what ended it."
+        steps.append(Step(text, rerun(inputs, unjudged[0].cell.number)))
     if finding is Finding.NOTHING_FAILED:
         steps += _to_reproduce(inputs)
     elif finding is Finding.UNDECIDED:
@@ -212,7 +229,8 @@ def _to_reproduce(inputs: RunInputs) -> Iterator[Step]:
     if others:
         flags = [part for name in others for part in ("--factor", f"{name}={_levels(matrix, name)}")]
         text = f"Vary what this matrix leaves alone: {listed([code(name) for name in others])}."
-        yield Step(text, anew(inputs, *flags))
+        free = replace(inputs, command=_without_sets(own_command(inputs), others))
+        yield Step(text, anew(free, *flags))
     records = "other records than these" if matrix.records or matrix.skip_records else "more or other records"
     yield Step(f"Use {records} (`records` and `skip_records` in the matrix), in the data order of the run that failed.")
     yield Step(

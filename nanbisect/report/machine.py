@@ -12,6 +12,11 @@ KNOWN = ("device", "gpus", "cpu", "system", "python", "torch", "cuda", "packages
 NAMES = {"nanbisect": "nanbisect", "python": "Python", "torch": "torch", "cuda": "CUDA"}
 SHOWN_VERSIONS = ("transformers", "accelerate")
 GIB = 1 << 30
+SETTINGS_SHOWN = (
+    "attention", "gradient_checkpointing", "batch_size", "gradient_accumulation", "loss_reduction", "precision",
+    "param_dtype", "padding_side", "max_length", "optimizer", "learning_rate", "adam_eps", "weight_decay",
+    "max_grad_norm", "deterministic", "seed", "dropout",
+)  # fmt: skip
 
 
 def environment_rows(inputs: RunInputs) -> tuple[tuple[str, str], ...]:
@@ -20,6 +25,24 @@ def environment_rows(inputs: RunInputs) -> tuple[tuple[str, str], ...]:
     names = [*(name for name in KNOWN if name in given), *(name for name in given if name not in KNOWN)]
     rows = ((str(name), one_line(_value(name, given[name]))) for name in names)
     return tuple((name, value) for name, value in rows if value)
+
+
+def training_rows(inputs: RunInputs) -> tuple[tuple[str, str], ...]:
+    """What was trained and with what: given settings, and what the others resolved to in the first cell that says."""
+    matrix = inputs.matrix
+    told = next((r.outcome.resolved for r in inputs.ordered if r.outcome and r.outcome.resolved), {})
+    rows: dict[str, Any] = {
+        "trainer": matrix.trainer,
+        "recipe": matrix.recipe,
+        "model": " ".join(str(told[name]) for name in ("model_class",) if told.get(name)) or matrix.model,
+        "parameters": told.get("parameters"),
+        "steps": f"{matrix.steps} with the largest batch; every cell sees the same records",
+    }
+    rows |= {name: told[name] for name in told if name in SETTINGS_SHOWN and name not in matrix.settings}
+    rows |= matrix.settings
+    factors = {factor.name for factor in matrix.factors}
+    shown = ((name, one_line(_value(name, value))) for name, value in rows.items() if name not in factors)
+    return tuple((name, value) for name, value in shown if value)
 
 
 def versions(inputs: RunInputs) -> str:

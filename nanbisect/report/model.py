@@ -25,7 +25,7 @@ from nanbisect.report.findings import (
 )
 from nanbisect.report.grid import Grid, build_grid
 from nanbisect.report.inputs import NOT_RUN, RunInputs
-from nanbisect.report.machine import environment_rows, versions
+from nanbisect.report.machine import environment_rows, training_rows, versions
 from nanbisect.report.places import Place, place_of, places, smears
 from nanbisect.report.verdict import scope, verdict
 from nanbisect.report.words import clip, figure, one_line
@@ -56,10 +56,11 @@ class Excerpt:
 
 @dataclass(frozen=True)
 class Report:
-    """What a run says. `command` made it, `settings` (`k=v`) were held constant, `rows` has every cell.
+    """What a run says. `command` made it, `settings` (`k=v`) say what was trained and held constant.
 
-    `scope` says how much was judged, where; `smear` what a check after clipping would have blamed;
-    `pairs` a failing cell and its nearest finite neighbour for each cause. `columns` and `rows` are the table of cells.
+    `rows` has every cell. `scope` says how much was judged, where; `smear` what a check after clipping
+    would have blamed; `pairs` a failing cell and its nearest finite neighbour for each cause. `columns` and
+    `rows` are the table of cells.
     """
 
     name: str
@@ -121,7 +122,7 @@ def build(inputs: RunInputs) -> Report:
         cautions=attribution.cautions,
         columns=("cell", *names, "status", "what", "loss", "norm", "time"),
         rows=tuple(_row(result, names) for result in ordered),
-        settings=tuple(one_line(f"{name}={value}") for name, value in matrix.settings.items()),
+        settings=tuple(f"{name}={value}" for name, value in training_rows(inputs)),
         pairs=pairs,
         next_steps=next_steps(inputs, pairs),
         environment=environment_rows(inputs),

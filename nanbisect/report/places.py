@@ -135,15 +135,14 @@ def _position(site: Site, group: Sequence[CellResult]) -> str:
 
 
 def _first(site: Site) -> str:
-    if site.parameters:
-        gradient = "the gradient of " if site.phase in GRADIENTS else ""
-        return f", first in {gradient}{one_line(site.parameters[0])}"
-    if site.phase == "clip":
-        return ", in the norm handed to it"
-    if site.channels and site.phase == "loss":
+    """A loss by its channel (what arrives after it is only carried on), all else by its first tensor."""
+    if site.phase == "loss" and site.channels:
         many = "channel" if len(site.channels) == 1 else "channels"
         return f", in {many} {listed([one_line(name) for name in site.channels], SHOWN)}"
-    return ""
+    if site.parameters and site.phase != "loss":
+        gradient = "the gradient of " if site.phase in GRADIENTS else ""
+        return f", first in {gradient}{one_line(site.parameters[0])}"
+    return ", in the norm handed to it" if site.phase == "clip" else ""
 
 
 def _loss(site: Site, group: Sequence[CellResult]) -> str:

@@ -18,6 +18,7 @@ from nanbisect.report.words import clip, code, combination, counted, kinds, one_
 
 SHOWN_CAUSES = 3
 SHOWN_RIVALS = 4
+ASKED_FOR = ("attention", "gradient_checkpointing")  # what a recipe of the user's must ask for to have it
 USUAL_SUSPECTS = ("attention", "gradient_checkpointing", "batch_size", "precision")
 
 
@@ -40,8 +41,12 @@ def scope(inputs: RunInputs) -> str:
 
 
 def not_varied(inputs: RunInputs) -> tuple[str, ...]:
-    """The usual suspects that are no factor of this matrix."""
-    return tuple(name for name in USUAL_SUSPECTS if inputs.matrix.factor(name) is None)
+    """Suspects that the matrix leaves alone, as far as the recipe asks for them at all."""
+    told = [result.outcome.resolved for result in inputs.ordered if result.outcome]
+    read = next((resolved["read_by_recipe"] for resolved in told if "read_by_recipe" in resolved), None)
+    users = (inputs.matrix.recipe or "").endswith(".py")
+    idle = [name for name in ASKED_FOR if users and read is not None and name not in read]
+    return tuple(name for name in USUAL_SUSPECTS if inputs.matrix.factor(name) is None and name not in idle)
 
 
 def known(inputs: RunInputs) -> tuple[Cause, ...]:
@@ -132,6 +137,10 @@ def _nothing_failed(inputs: RunInputs) -> Iterator[str]:
         f"The NaN was not reproduced: none of {counted(inputs.judged, 'judged cell')} became non-finite in "
         f"{counted(matrix.steps, 'optimizer step')}{over}, on {one_line(inputs.device)}{rest}."
     )
+    broken = [r for r in inputs.results if r.outcome and not r.outcome.judged and r.status is not Status.UNSUPPORTED]
+    if broken:
+        yield f"Make the {counted(len(broken), 'cell')} run that ended otherwise, before anything else is tried."
+        return
     others = [code(name) for name in not_varied(inputs)]
     vary = f", and factors that this matrix does not vary ({listed(others)})" if others else ""
     yield (

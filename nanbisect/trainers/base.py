@@ -6,7 +6,7 @@ which trainer it has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,8 +45,11 @@ class Trainer(Protocol):
     def effect(self, matrix: Matrix, cell: Cell, resolved: Mapping[str, Any]) -> Effect:
         """Whether the cell's settings became what was asked for."""
 
-    def work(self, matrix: Matrix, cell: Cell) -> float:
-        """How much a cell has to do: its number of micro-batches."""
+    def work(self, matrix: Matrix, cells: Sequence[Cell]) -> Mapping[str, float]:
+        """How much each cell has to do, by its id: its number of micro-batches."""
+
+    def inputs(self, matrix: Matrix) -> Mapping[str, Path]:
+        """Files and folders whose change makes another experiment: recipe, data, model, as far as they are local."""
 
 
 def probe_environment(folder: Path, inherited: Mapping[str, str]) -> dict[str, str]:

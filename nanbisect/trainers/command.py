@@ -106,10 +106,23 @@ class CommandTrainer:
         failed = effect.effect_of(judged, frozenset(), resolved).failed
         return Effect(failed, tuple(_attention_doubts(cell.levels.get("attention"), resolved)))
 
-    def work(self, matrix: Matrix, cell: Cell) -> float:
-        """Micro-batches of a cell, as far as its settings tell."""
-        settings = {**matrix.settings, **cell.levels}
-        return float(steps_of(matrix, settings) * _count(settings, "gradient_accumulation"))
+    def work(self, matrix: Matrix, cells: Sequence[Cell]) -> Mapping[str, float]:
+        """Micro-batches of each cell, as far as its settings tell."""
+        found = {}
+        for cell in cells:
+            settings = {**matrix.settings, **cell.levels}
+            found[cell.id] = float(steps_of(matrix, settings) * _count(settings, "gradient_accumulation"))
+        return found
+
+    def inputs(self, matrix: Matrix) -> Mapping[str, Path]:
+        """The files among the command's words, the model and the data, where they are local."""
+        folder = workdir_of(matrix)
+        found = {word: Path(folder, word) for word in matrix.command if "{" not in word}
+        found = {word: path for word, path in found.items() if path.is_file()}
+        for name, text in (("model", matrix.model), ("data", matrix.data)):
+            if text and Path(matrix.folder, text).exists():
+                found[name] = Path(matrix.folder, text)
+        return found
 
     # pieces ------------------------------------------------------------------------------------
 

@@ -47,6 +47,7 @@ def _mismatches(settings: Mapping[str, str], factors: frozenset[str], resolved: 
     if "gradient_checkpointing" in settings:
         level = settings["gradient_checkpointing"]
         yield from _checkpointing(ON.get(level, level), resolved)
+    yield from _autocast(settings.get("precision", "bf16"), resolved)
     if "param_dtype" in settings:
         yield from _dtype(settings["param_dtype"], resolved)
 
@@ -95,6 +96,15 @@ def _checkpointing(level: str, resolved: Mapping[str, Any]) -> Iterator[str]:
     if level == "reentrant" and not nested:
         found = "checkpointing was not reentrant" if recomputed else "nothing was recomputed in backward"
         yield f"gradient_checkpointing=reentrant was asked for, and {found}"
+
+
+def _autocast(level: str, resolved: Mapping[str, Any]) -> Iterator[str]:
+    """What was open while the recipe computed its losses."""
+    if "autocast" not in resolved:
+        return
+    wanted = None if level == "fp32" else DTYPES[level]
+    if resolved["autocast"] != wanted:
+        yield f"precision={level} was asked for, and autocast was {resolved['autocast'] or 'off'}"
 
 
 def _dtype(level: str, resolved: Mapping[str, Any]) -> Iterator[str]:

@@ -47,7 +47,17 @@ class Job:
 
 def size(matrix: Matrix) -> int:
     """Records that every cell sees: `steps` optimizer steps of the cell with the largest global batch."""
-    return matrix.steps * max(global_batch({**matrix.settings, **cell.levels}) for cell in expand(matrix))
+    return matrix.steps * largest_batch(matrix)
+
+
+def largest_batch(matrix: Matrix) -> int:
+    """The largest global batch of any cell."""
+    splits = {tuple(_split({**matrix.settings, **cell.levels}).items()) for cell in expand(matrix)}
+    return max(global_batch(dict(split)) for split in splits)
+
+
+def _split(settings: Mapping[str, str]) -> dict[str, str]:
+    return {name: settings[name] for name in ("batch_size", "gradient_accumulation") if name in settings}
 
 
 def global_batch(settings: Mapping[str, str]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from nanbisect.trainers.sft import effect
 from nanbisect.trainers.sft.job import Job, size, value_of
 from nanbisect.trainers.sft.settings import RECIPES, SETTINGS, VOCABULARY
 
+SAME_ORDER = {"PYTHONHASHSEED": "0"}  # a recipe that goes through a set must give every cell the same records
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
@@ -29,7 +30,7 @@ class SftTrainer:
         settings = {**matrix.settings, **cell.levels}
         job = self._job(matrix, settings=settings, seed=seed, folder=folder)
         job.write(folder / "job.json")
-        env = {**matrix.env, **probe_environment(folder, {**os.environ, **matrix.env})}
+        env = {**SAME_ORDER, **matrix.env, **probe_environment(folder, {**os.environ, **matrix.env})}
         if settings.get("deterministic", "off") != "off":
             env.update(DETERMINISTIC)
         from_hub = job.model is not None and not Path(job.model).is_absolute()
@@ -51,9 +52,17 @@ class SftTrainer:
         settings = {**matrix.settings, **cell.levels}
         return effect.effect_of(settings, frozenset(cell.levels), resolved)
 
-    def work(self, matrix: Matrix, cell: Cell) -> float:
-        """Micro-batches of a cell."""
-        return float(-(-size(matrix) // value_of({**matrix.settings, **cell.levels}, "batch_size")))
+    def work(self, matrix: Matrix, cells: Sequence[Cell]) -> Mapping[str, float]:
+        """Micro-batches of each cell."""
+        records = size(matrix)
+        return {
+            cell.id: float(-(-records // value_of({**matrix.settings, **cell.levels}, "batch_size"))) for cell in cells
+        }
+
+    def inputs(self, matrix: Matrix) -> Mapping[str, Path]:
+        """The recipe's file, the data file and the model's folder, where they are local."""
+        found = {"recipe": recipe_path(matrix), "data": data_path(matrix), "model": model_path(matrix)}
+        return {name: Path(path) for name, path in found.items() if path and Path(path).is_absolute()}
 
     @staticmethod
     def _argv(folder: Path) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,13 +14,14 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
 
-from nanbisect.trainers.sft import losses, setup
+from nanbisect.trainers.sft import losses, probe, setup
 from nanbisect.trainers.sft.diary import Diary
 from nanbisect.trainers.sft.job import Job
+from nanbisect.trainers.sft.problems import BadInput
 from nanbisect.trainers.sft.recipes.load import Recipe, chosen_records, load, user_code
 from nanbisect.trainers.sft.view import Settings, plan_of, read_by
 
-SKIPS = 64  # steps that a GradScaler may skip: from 65536 it is at scale 1 after 16
+TRIES = 64  # of one step under a GradScaler: from 65536 it is at scale 1 after 16
 
 
 def train(job: Job, diary: Diary) -> str:
@@ -36,36 +38,41 @@ def train(job: Job, diary: Diary) -> str:
     optimizer: Any = setup.build_optimizer(plan, setup.trainable(model))
     loader: Any = DataLoader(records, plan.batch_size, collate_fn=Collate(recipe, settings, plan.recipe))
     model, loader = accelerator.prepare(model, loader)
+    probe.model(model)
     freed = FreedNorm(model) if optimizer is None else None
     optimizer = optimizer if optimizer is None else accelerator.prepare(optimizer)
     diary.write("loaded", resolved=resolved(model, plan, device))
-    steps = Steps(plan, diary, wanted=-(-len(records) // (plan.batch_size * plan.gradient_accumulation)))
+    steps = Steps(plan, diary)
 
-    for ids, shape, batch in over_and_over(loader):
-        with accelerator.accumulate(model):
-            diary.write("micro_batch", step=steps.number, records=ids, **shape)
-            with steps.kernel():
-                with accelerator.autocast(), user_code(plan.recipe, "losses"):
-                    channels = recipe.losses(model, batch)
-                accelerator.backward(steps.loss_of(channels, settings))
-            if accelerator.sync_gradients and freed is not None:
-                steps.end(freed.take(), skipped=False)
-            elif accelerator.sync_gradients:
+    for window in windows(loader, plan.gradient_accumulation):
+        for _ in range(TRIES):  # a step that a GradScaler skips is tried again on the same records, at half the scale
+            for ids, shape, batch in window:
+                diary.write("micro_batch", **steps.place, records=ids, **shape)
+                with steps.kernel():
+                    with accelerator.autocast(), user_code(plan.recipe, "losses"):
+                        channels = recipe.losses(model, batch)
+                        steps.autocast = setup.autocast_dtype(device.type)
+                    loss = steps.loss_of(channels, settings)
+                    accelerator.backward(loss / plan.gradient_accumulation)
+            if freed is not None:
+                skipped = steps.end(freed.take(), skipped=False)
+            else:
                 norm = clip(accelerator, model, plan.max_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-                steps.end(norm, skipped=optimizer.step_was_skipped)
-        if probe_found():
-            return "stopped"
-        if steps.enough:
-            break
+                skipped = steps.end(norm, skipped=optimizer.step_was_skipped)
+            if probe.found():
+                return "stopped"
+            if not skipped:
+                break
     return "done"
 
 
-def over_and_over(loader: Iterable[Any]) -> Iterator[Any]:
-    """Once over the records is what a cell needs; again only for steps that a GradScaler skipped."""
-    while True:
-        yield from loader
+def windows(loader: Iterable[Any], accumulation: int) -> Iterator[list[Any]]:
+    """The micro-batches of each optimizer step; the last may have fewer."""
+    batches = iter(loader)
+    while window := list(itertools.islice(batches, accumulation)):
+        yield window
 
 
 class Collate:
@@ -92,28 +99,36 @@ def shape(batch: Any) -> dict[str, Any]:
 class Steps:
     """Counts optimizer steps and writes what each computed, with one transfer to the host a step."""
 
-    def __init__(self, plan: SimpleNamespace, diary: Diary, *, wanted: int) -> None:
-        self.diary, self.plan, self.wanted = diary, plan, wanted
+    def __init__(self, plan: SimpleNamespace, diary: Diary) -> None:
+        self.diary, self.plan = diary, plan
         self.kernel = setup.attention_kernel(plan)
-        self.number, self.taken = 1, 0
+        self.number, self.window = 1, 1
+        self.names: tuple[str, ...] = ()
+        self.autocast: str | None = None
         self.micro: list[losses.Combined] = []
         self.began = time.perf_counter()
 
     @property
-    def enough(self) -> bool:
-        """Whether the wanted steps were taken (or a GradScaler skips for ever)."""
-        return self.taken == self.wanted or self.number > self.wanted + SKIPS
+    def place(self) -> dict[str, int]:
+        """`step` counts every try, as the probe does; `window` the optimizer steps that were wanted."""
+        return {"step": self.number, "window": self.window}
 
     def loss_of(self, channels: Any, settings: Settings) -> torch.Tensor:
         """The micro-batch's loss from what the recipe returned. Raises BadInput."""
-        if self.number == 1 and not self.micro:
-            self.diary.write("recipe_read", settings=sorted(read_by(settings)))
         combined = losses.combine(channels, self.plan.channel_weights, self.plan.loss_reduction)
+        if not self.names:
+            self.names = combined.names
+            self.diary.write("recipe_read", settings=sorted(read_by(settings)), autocast=self.autocast)
+        elif combined.names != self.names:
+            raise BadInput(
+                f"the recipe's losses() returned other channels than at first: {', '.join(combined.names)} instead of "
+                f"{', '.join(self.names)}\ntry: always return all channels, with a count of 0 for an empty one"
+            )
         self.micro.append(combined)
         return combined.loss
 
-    def end(self, norm: torch.Tensor, *, skipped: bool) -> None:
-        """The optimizer stepped, or its GradScaler skipped."""
+    def end(self, norm: torch.Tensor, *, skipped: bool) -> bool:
+        """The optimizer stepped, or its GradScaler skipped; returns whether it skipped."""
         numbers = torch.cat([norm.detach().float().reshape(1), *[micro.numbers for micro in self.micro]]).tolist()
         grad_norm, rest = numbers[0], iter(numbers[1:])
         totals, channels = [], []
@@ -122,14 +137,15 @@ class Steps:
             sums = [next(rest) for _ in micro.names]
             channels.append({name: [total, next(rest)] for name, total in zip(micro.names, sums, strict=True)})
         self.diary.write(
-            "step", step=self.number, taken=not skipped, grad_norm=grad_norm,
+            "step", **self.place, taken=not skipped, grad_norm=grad_norm,
             losses=totals, channels=channels, seconds=time.perf_counter() - self.began,
         )  # fmt: skip
-        what = f"step {self.number}: loss {sum(totals) / max(len(totals), 1):.6g}, gradient norm {grad_norm:.6g}"
+        what = f"step {self.window}: loss {sum(totals) / max(len(totals), 1):.6g}, gradient norm {grad_norm:.6g}"
         sys.stdout.write(f"{what}{', skipped by the GradScaler' if skipped else ''}\n")
-        self.taken += not skipped
+        self.window += not skipped
         self.number += 1
         self.micro, self.began = [], time.perf_counter()
+        return skipped
 
 
 def clip(accelerator: Accelerator, model: torch.nn.Module, limit: float | None) -> torch.Tensor:
@@ -140,7 +156,9 @@ def clip(accelerator: Accelerator, model: torch.nn.Module, limit: float | None) 
     accelerator.unscale_gradients()
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    probe.norm(norm)
+    return norm
 
 
 class FreedNorm:
@@ -152,31 +170,23 @@ class FreedNorm:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.squares: list[torch.Tensor] = []
-        probe = sys.modules.get("_nanbisect_probe")
-        if probe is not None:
-            probe.backward_only()
+        probe.backward_only()
         for parameter in setup.trainable(model):
             parameter.register_post_accumulate_grad_hook(self.arrived)  # type: ignore[no-untyped-call]
 
     def take(self) -> torch.Tensor:
         """The norm since the last call."""
-        probe = sys.modules.get("_nanbisect_probe")
-        if probe is not None:
-            probe.end_of_step()
         squares, self.squares = self.squares, []
-        return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+        norm = torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+        probe.norm(norm)
+        probe.end_of_step()
+        return norm
 
     def arrived(self, parameter: torch.Tensor) -> None:
         """Take the gradient's square and drop it."""
         if parameter.grad is not None:
             self.squares.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32).square())
             parameter.grad = None
-
-
-def probe_found() -> bool:
-    """Whether the probe, if it is there, has seen a non-finite value."""
-    probe = sys.modules.get("_nanbisect_probe")
-    return probe is not None and probe.found()
 
 
 def resolved(model: torch.nn.Module, plan: SimpleNamespace, device: torch.device) -> dict[str, Any]:

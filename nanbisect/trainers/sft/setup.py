@@ -34,7 +34,7 @@ def device_of(wanted: str) -> torch.device:
 
 
 def accelerator_for(plan: SimpleNamespace, device: torch.device) -> Accelerator:
-    """Accelerate with the wanted autocast and accumulation.
+    """Accelerate with the wanted autocast; the loop accumulates by itself, so that it can try a step again.
 
     Accelerate trains in full precision, silently, when fp16 is asked for on a CPU. torch can do it, so
     autocast and a GradScaler are switched on there by hand. Without an optimizer nobody would lower the
@@ -45,17 +45,24 @@ def accelerator_for(plan: SimpleNamespace, device: torch.device) -> Accelerator:
             "a GradScaler can't unscale fp16 gradients (use param_dtype fp32, or precision fp32 for pure fp16)",
             {"precision": "fp16", "param_dtype": "fp16"},
         )
-    accelerator = Accelerator(
-        mixed_precision=MIXED[plan.precision],
-        gradient_accumulation_steps=plan.gradient_accumulation,
-        cpu=device.type == "cpu",
-    )
+    accelerator = Accelerator(mixed_precision=MIXED[plan.precision], cpu=device.type == "cpu")
     if plan.precision == "fp16" and device.type == "cpu":
         accelerator.native_amp = True
         accelerator.scaler = torch.amp.GradScaler("cpu")
     if plan.optimizer == "none":
         accelerator.scaler = None
     return accelerator
+
+
+def autocast_dtype(device: str) -> str | None:
+    """The dtype of the autocast that is open right now on this kind of device, or None."""
+    cuda = device == "cuda"
+    try:
+        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    except (TypeError, AttributeError):  # before torch 2.4 each device had functions of its own
+        enabled = torch.is_autocast_enabled() if cuda else torch.is_autocast_cpu_enabled()
+        dtype = torch.get_autocast_gpu_dtype() if cuda else torch.get_autocast_cpu_dtype()
+    return str(dtype).removeprefix("torch.") if enabled else None
 
 
 def determinism(level: str) -> None:
