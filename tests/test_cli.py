@@ -185,7 +185,7 @@ def test_an_interrupt_keeps_what_ended_and_says_how_to_go_on(place: Path) -> Non
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130, out
-    assert "--resume --out out" in out
+    assert "go on with: nanbisect run m.yaml --out out --repeat 2 --resume" in out
     done = nanbisect(*RUN, "--repeat", "2", "--resume", cwd=place)
     assert done.code == 0, done.err
     assert result(place / "out")["counts"] == {"finite": 2}
