@@ -14,7 +14,7 @@ REDACTOR = Redactor(
     home="/home/amelie",
     user="amelie",
     host="node17.cluster.example.org",
-    paths={"/work/exp": ".", "/work/exp/reports/demo-1": "<run>", "/opt/venv": "<python>"},
+    paths={"/data/exp": ".", "/data/exp/reports/demo-1": "<run>", "/opt/venv": "<python>"},
 )
 
 # Put together here, so that no scanner takes them for real ones
@@ -75,10 +75,10 @@ def test_secrets_are_known_by_their_place(text: str, redacted: str) -> None:
         ("/home/amelie/data/x.jsonl", "~/data/x.jsonl"),
         ("/home/amelie", "~"),
         ("/home/amelie2/data/x.jsonl", "<path>/x.jsonl"),
-        ("in /work/exp/m.yaml.", "in ./m.yaml."),
-        ("/work/exp/reports/demo-1/report.md", "<run>/report.md"),
-        ("/work/experiment/m.yaml", "<path>/m.yaml"),
-        ("/x/work/exp/m.yaml", "<path>/m.yaml"),
+        ("in /data/exp/m.yaml.", "in ./m.yaml."),
+        ("/data/exp/reports/demo-1/report.md", "<run>/report.md"),
+        ("/data/experiment/m.yaml", "<path>/m.yaml"),
+        ("/x/data/exp/m.yaml", "<path>/m.yaml"),
         ('File "/opt/venv/lib/python3.11/torch/nn.py", line 3', 'File "<python>/lib/python3.11/torch/nn.py", line 3'),
         ('File "/mnt/my data/secret project/x.py", line 3', 'File "<path>/x.py", line 3'),
         ("PYTHONPATH=/a/b:/c/d", "PYTHONPATH=<path>/b:<path>/d"),
@@ -90,7 +90,7 @@ def test_secrets_are_known_by_their_place(text: str, redacted: str) -> None:
         ("/data/töne/é.wav", "<path>/é.wav"),
         ("//srv//me/x.bin", "<path>/x.bin"),
         ("read it./home/amelie/x.bin", "read it.~/x.bin"),
-        ("x/amelie/work/exp", "x/<user>/work/exp"),
+        ("x/amelie/data/exp", "x/<user>/data/exp"),
     ],
 )  # fmt: skip
 def test_paths_keep_what_helps(text: str, redacted: str) -> None:
@@ -166,7 +166,7 @@ def test_long_texts_take_no_time(piece: str) -> None:
 
 PIECES = st.sampled_from(
     [
-        "/", "//", "/home/amelie", "/work/exp", "/opt/venv", "a", "b.c", "amelie", "node17", REDACTOR.host, "path",
+        "/", "//", "/home/amelie", "/data/exp", "/opt/venv", "a", "b.c", "amelie", "node17", REDACTOR.host, "path",
         "hf_" + LONG, "sk-" + LONG, "--token", "--key=", " ", "=", ":", '"', "'", "`", "<", ">", "@", ".", "-", "~",
         "\n", "10.0.0.1", "1.2.3.4.5", "version ", "Bearer ", "HF_TOKEN=", "x@y.example", "://", "file://", "<path>",
         "<run>", "<secret>", "<user>", "é", "{", "}", "(", ")", ",", "-I", "user", "$", "\\",

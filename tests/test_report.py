@@ -435,14 +435,14 @@ def test_a_large_grid_is_folded() -> None:
 
 
 def test_secrets_and_paths_do_not_reach_the_page() -> None:
-    redactor = Redactor(home="/home/amelie", user="amelie", host="node17", paths={"/work/exp": "."})
+    redactor = Redactor(home="/home/amelie", user="amelie", host="node17", paths={"/data/exp": "."})
     why = "OSError: /home/amelie/data/x.jsonl on node17, token hf_abcdefghijklmnopqrstuvwx"
-    failed = Outcome(Status.FAILED, why, log_tail=(why, 'File "/work/exp/a b/recipe.py"'))
+    failed = Outcome(Status.FAILED, why, log_tail=(why, 'File "/data/exp/a b/recipe.py"'))
     report = report_of(
-        everything(failed), command=("nanbisect", "run", "/work/exp/m.yaml", "--set", "x=/data/amelie/y")
+        everything(failed), command=("nanbisect", "run", "/data/exp/m.yaml", "--set", "x=/data/amelie/y")
     )
     text = to_markdown(report, redactor)
-    for word in ("amelie", "node17", "hf_abc", "/work/exp", "/data/amelie"):
+    for word in ("amelie", "node17", "hf_abc", "/data/exp", "/data/amelie"):
         assert word not in text
     assert "nanbisect run ./m.yaml --set x=<path>/y" in text
 
