@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.commands import nanbisect
 
 pytestmark = pytest.mark.training
+PYTHON = sys.executable
 SCRIPT = """
 import sys, torch
 torch.manual_seed(0)
@@ -40,7 +42,7 @@ def script(tmp_path: Path) -> Path:
 
 def test_it_names_the_first_gradient_and_what_the_script_blamed(script: Path) -> None:
     """The script's own line names the first registered parameter; the NaN came into the middle one first."""
-    done = nanbisect("watch", "--json", "seen.json", "--", "python", "train.py", "bad", cwd=script)
+    done = nanbisect("watch", "--json", "seen.json", "--", PYTHON, "train.py", "bad", cwd=script)
     assert done.code == 7
     assert "step 3 first bad after clipping: 0.weight" in done.out
     assert "step 4" in done.out
@@ -53,12 +55,12 @@ def test_it_names_the_first_gradient_and_what_the_script_blamed(script: Path) ->
 
 def test_it_can_end_the_command_and_says_finite_so_far(script: Path) -> None:
     """After so many steps, and with --stop at the first event; a healthy script is called finite so far, no more."""
-    done = nanbisect("watch", "--steps", "2", "--", "python", "train.py", cwd=script)
+    done = nanbisect("watch", "--steps", "2", "--", PYTHON, "train.py", cwd=script)
     assert done.code == 0
     assert "step 2" in done.out
     assert "step 3" not in done.out
     assert "finite so far" in done.err
-    stopped = nanbisect("watch", "--stop", "--", "python", "train.py", "bad", cwd=script)
+    stopped = nanbisect("watch", "--stop", "--", PYTHON, "train.py", "bad", cwd=script)
     assert "step 3" in stopped.out
     assert "step 4" not in stopped.out
     assert "non-finite" in stopped.err
@@ -66,11 +68,11 @@ def test_it_can_end_the_command_and_says_finite_so_far(script: Path) -> None:
 
 def test_it_says_when_the_probe_saw_nothing(script: Path) -> None:
     """A wrapper that drops PYTHONPATH, a script without training, a command that is not there."""
-    done = nanbisect("watch", "--", "python", "-I", "train.py", "bad", cwd=script)
+    done = nanbisect("watch", "--", PYTHON, "-I", "train.py", "bad", cwd=script)
     assert done.code == 7
     assert "PYTHONPATH" in done.err
     assert "non-finite" not in done.err
-    nothing = nanbisect("watch", "--", "python", "-c", "import torch", cwd=script)
+    nothing = nanbisect("watch", "--", PYTHON, "-c", "import torch", cwd=script)
     assert nothing.code == 0
     assert "saw no backward" in nothing.err
     nanbisect("watch", "--", "no-such-command", cwd=script).refused("no-such-command", "try:")
