@@ -14,8 +14,6 @@ from nanbisect.outcome import Outcome, Status
 from nanbisect.store import read_evidence
 from nanbisect.trainers.base import probe_environment
 
-NOT_FOUND = 127
-
 
 @dataclass(frozen=True)
 class Watched:
