@@ -11,7 +11,7 @@ from nanbisect.matrix import Cell
 from nanbisect.outcome import CellResult, Outcome, Status
 
 ROUNDS = 12
-PULL = 0.5
+PULL = 0.02
 RECENT = 128  # trainings that the estimate looks at
 
 
@@ -122,8 +122,8 @@ def _trainings(results: Sequence[CellResult], work: Mapping[str, float]) -> list
 def level_costs(seconds: Sequence[tuple[Cell, float]]) -> Callable[[Cell], float]:
     """Predicts a cell's seconds from cells seen: a common factor times one factor a level.
 
-    Least squares on logarithms with a pull to 1 of half an observation a level, so that a level seen once
-    is believed for two thirds; solved by going round the levels, which converges for such a sum.
+    Least squares on logarithms; the pull to 1, of a fiftieth of an observation a level, only settles what
+    the cells seen leave open. Solved by going round the levels, which converges for such a sum.
     """
     logs = [(cell, math.log(max(value, 1e-6))) for cell, value in seconds]
     common = fmean(value for _, value in logs)

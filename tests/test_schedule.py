@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nanbisect import schedule
@@ -76,6 +76,7 @@ SPEEDS = st.lists(st.floats(0.3, 8.0), min_size=7, max_size=7)
 
 
 @given(speeds=SPEEDS, load=st.floats(0.5, 60), base=st.floats(0.1, 30))
+@example(speeds=[0.3125, 0.3125, 3.0, 1.0, 1.0, 6.0, 0.5], load=1.0, base=6.0)
 def test_after_the_first_cells_the_estimate_is_within_two_times(speeds: list[float], load: float, base: float) -> None:
     """Once every level was seen, and half of the cells. Levels may differ in speed by an order of magnitude."""
     matrix = matrix_of(batch_size=("1", "2", "8"), attention=("sdpa", "eager"), precision=("bf16", "fp16"))
