@@ -15,19 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from nanbisect import console as show
 from nanbisect import run as driving
 from nanbisect import schedule
 from nanbisect import watch as watching
 from nanbisect.attribution import attribute
+from nanbisect.environment.checkup import Checkup, examine, examine_matrix
 from nanbisect.errors import StoreError, UsageError
 from nanbisect.events import CellStarted, Event
 from nanbisect.evidence import STOPPED
 from nanbisect.executors.local import LocalExecutor
 from nanbisect.matrix import Cell, Matrix, excluded, expand, run_order
 from nanbisect.matrix_command import settings_of
-from nanbisect.matrix_file import Overrides, matrix_to_json, read_matrix
+from nanbisect.matrix_file import NO_OVERRIDES, Overrides, matrix_to_json, read_matrix
 from nanbisect.matrix_schema import json_schema
 from nanbisect.outcome import CellResult, Outcome, Status, jsonable
 from nanbisect.report.examples import resume as resume_command
@@ -42,6 +44,7 @@ from nanbisect.trainers.registry import TRAINERS, VOCABULARIES
 from nanbisect.trainers.sft.job import global_batch, largest_batch
 
 NOT_JUDGED, FOUND = 3, 1
+NOT_USABLE = 1
 
 
 def run(path: Path, overrides: Overrides, occasion: Occasion, *, out: Path | None, resume: bool, reports: Path) -> int:
@@ -155,6 +158,33 @@ def watch(command: tuple[str, ...], *, steps: int | None, stop: bool, json_file:
         with explained(json_file):
             atomic_write(json_file, json.dumps(jsonable(cell), indent=1, allow_nan=False) + "\n")
     return watched.code if watched.code >= 0 else 128 - watched.code
+
+
+def doctor(path: Path | None, *, python: str | None, as_json: bool, reports: Path) -> int:
+    """`nanbisect doctor`: what this machine can run, and for which levels of a matrix. Returns the exit code."""
+    matrix = load(path, NO_OVERRIDES) if path else None
+    executor, occasion, console = LocalExecutor(), Occasion(), show.console_for()
+    if not as_json:
+        console.print("trying what this machine can run", style="dim")
+    try:
+        if matrix is None:
+            checkup = examine(python, executor, occasion, runs=reports)
+        else:
+            trainer = TRAINERS[matrix.trainer]
+            checkup = examine_matrix(matrix, trainer, python, executor, occasion, runs=reports)
+    finally:
+        executor.close()
+    if as_json:
+        sys.stdout.write(json.dumps(jsonable(checkup.to_json()), indent=1, allow_nan=False) + "\n")
+    else:
+        show_checkup(console, checkup)
+    return 0 if checkup.usable else NOT_USABLE
+
+
+def show_checkup(console: Console, checkup: Checkup) -> None:
+    """The doctor's answer; single lines are left whole, so that a command can be copied."""
+    for part in show.doctor_parts(checkup):
+        console.print(part, highlight=False, soft_wrap=isinstance(part, Text))
 
 
 # pieces ----------------------------------------------------------------------------------------

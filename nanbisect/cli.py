@@ -174,6 +174,25 @@ def watch(
     _finish(lambda: application.watch(tuple(command), steps=steps, stop=stop, json_file=json_))
 
 
+@app.command()
+def doctor(
+    matrix: Annotated[
+        Path | None, typer.Argument(metavar="MATRIX", help="Say it for each level of this matrix.", show_default=False)
+    ] = None,
+    python: Annotated[
+        str | None, typer.Option("--python", metavar="PATH", help="Another Python than this one, such as a trainer's.")
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Try what this machine can run: torch, GPUs, attention kernels, packages, Slurm, disk; and say what to mend.
+
+    Exit code: 0 Python, torch and a device are there (and some cell of the matrix can run), 1 not, 2 bad input.
+    """
+    from nanbisect import app as application
+
+    _finish(lambda: application.doctor(matrix, python=python, as_json=json_, reports=REPORTS))
+
+
 def _overrides(
     model: str | None, data: str | None, sets: list[str] | None, factors: list[str] | None, **others: Any
 ) -> Overrides:

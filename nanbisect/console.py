@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -15,11 +15,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from nanbisect.environment.checkup import Checkup
+from nanbisect.environment.levels import Levels
 from nanbisect.events import CellEnded, CellStarted, Event, LevelBlocked, RunEnded, RunStarted
 from nanbisect.matrix import Cell, Matrix
 from nanbisect.outcome import Outcome, Status, named
 from nanbisect.report.model import Report
-from nanbisect.report.words import one_line
+from nanbisect.report.words import counted, one_line
 
 STYLES = {
     Status.FINITE: "green",
@@ -254,3 +256,59 @@ def plan_tables(
     yield table
     for levels in removed:
         yield Text("excluded: " + " ".join(f"{name}={level}" for name, level in levels.items()), "dim")
+
+
+STATES = {"ok": "green", "warn": "yellow", "missing": "yellow"}
+RUNS = {True: ("runs", "green"), False: ("can't run here", "yellow"), None: ("not tried", "dim")}
+
+
+def doctor_parts(checkup: Checkup) -> Iterator[RenderableType]:
+    """What the doctor says: the verdict, a row a thing, the levels of a matrix, then the mends, whole to be copied."""
+    yield Text(_doctor_verdict(checkup), "bold")
+    yield ""
+    yield _three_columns(
+        (row.state, "bold red" if row in checkup.lacking else STATES[row.state], row.name, row.found, row.means)
+        for row in checkup.rows
+    )
+    if checkup.matrix and checkup.matrix.levels:
+        yield Text(f"\nlevels of {checkup.matrix.name}", "bold")
+        yield _three_columns(_level_lines(checkup.matrix))
+    mends = dict.fromkeys(row.mend for row in checkup.rows if row.mend)
+    if mends:
+        yield Text("\nto mend", "bold")
+    for mend in mends:
+        names = ", ".join(row.name for row in checkup.rows if row.mend == mend)
+        yield Text.assemble("  ", (names, "cyan"), f": {one_line(mend)}")
+
+
+def _level_lines(matrix: Levels) -> Iterator[tuple[str, str, str, str, str]]:
+    """A line a level; those of one setting of which there is the same to say are one: `batch_size=1|2|8`."""
+    alike: dict[tuple[str, bool | None, str], list[str]] = {}
+    for item in matrix.levels:
+        alike.setdefault((item.setting, item.runs, item.why), []).append(item.level)
+    for (setting, runs, why), levels in alike.items():
+        yield (*RUNS[runs], f"{setting}={'|'.join(levels)}", why, "")
+
+
+def _three_columns(rows: Iterable[tuple[str, str, str, str, str]]) -> Table:
+    """A state in its style, a name, what is said of it, and below that what it means."""
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for state, style, name, said, means in rows:
+        text = Text(one_line(said))
+        table.add_row(Text(state, style), Text(name), text.append(f"\n{one_line(means)}", "dim") if means else text)
+    return table
+
+
+def _doctor_verdict(checkup: Checkup) -> str:
+    matrix = checkup.matrix
+    if checkup.lacking:
+        return f"No cell can run here: what is missing is {' and '.join(row.name for row in checkup.lacking)}."
+    if matrix is None:
+        return f"Cells can run here, on {checkup.device}."
+    if matrix.runnable is None:
+        return f"Which cells of {matrix.name} can run here is not known: {one_line(matrix.reason)}."
+    many = "All" if matrix.runnable == matrix.cells else f"{matrix.runnable or 'None'} of the"
+    return f"{many} {counted(matrix.cells, 'cell')} of {matrix.name} can run here, as far as the machine goes."

@@ -17,13 +17,13 @@ import nanbisect
 from nanbisect import schedule
 from nanbisect.errors import UsageError
 from nanbisect.events import CellEnded, CellStarted, Event, LevelBlocked, RunEnded, RunStarted
-from nanbisect.evidence import judge
+from nanbisect.evidence import Line, judge
 from nanbisect.executors.base import Executor, Exit, Handle, Task, child_environment
 from nanbisect.matrix import Cell, Matrix, expand, run_order
 from nanbisect.matrix_file import matrix_from_json, matrix_to_json
 from nanbisect.outcome import CellResult, Outcome, Status
 from nanbisect.store import DIARY, Store, fingerprint, read_evidence, read_lines
-from nanbisect.trainers.base import Trainer
+from nanbisect.trainers.base import Launch, Trainer
 
 Listener = Callable[[Event], None]
 POLL = 0.05
@@ -56,25 +56,45 @@ class Occasion:
 def check_machine(matrix: Matrix, trainer: Trainer, executor: Executor, occasion: Occasion) -> Machine:
     """Try this machine, the recipe and the data once. Raises UsageError for what can't be used."""
     with tempfile.TemporaryDirectory(prefix="nanbisect-check-") as name:
-        folder = Path(name)
-        launch = trainer.check(matrix, folder=folder)
-        env = child_environment(occasion.environ, set=launch.env)
-        handle = executor.start(Task(launch.argv, env, Path(launch.workdir), folder, CHECK_TIMEOUT))
-        _wait(executor, handle)
-        lines = read_lines(folder / DIARY)
-        tail = read_evidence(folder).log_tail
-    end = next((line for line in lines if line["kind"] == "end"), None)
+        looked = look(trainer.check(matrix, folder=Path(name)), Path(name), executor, occasion)
+    end = looked.end
     if end is None or end["how"] not in ("done", "bad_input", "unsupported"):
         said = f": {end['text']}" if end else ""
         raise UsageError(
-            "\n".join([f"this machine could not be checked{said}", *tail, "try: the command above by hand"])
+            "\n".join([f"this machine could not be checked{said}", *looked.tail, "try: the command above by hand"])
         )
     if end["how"] != "done":
         raise UsageError(end["text"])
-    environment = {key: value for line in lines if line["kind"] == "environment" for key, value in line.items()}
+    environment = {key: value for line in looked.of("environment") for key, value in line.items()}
     environment = {k: v for k, v in environment.items() if k not in ("kind", "at")}
-    blocked = tuple(({line["setting"]: line["level"]}, line["reason"]) for line in lines if line["kind"] == "level")
+    blocked = tuple(({line["setting"]: line["level"]}, line["reason"]) for line in looked.of("level"))
     return Machine({**environment, "nanbisect": nanbisect.__version__}, blocked, slots_of(environment, occasion))
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What a process that only looks around left: its lines, its end, and the end of its log."""
+
+    lines: tuple[Line, ...]
+    ended: Exit
+    tail: tuple[str, ...]
+
+    def of(self, kind: str) -> tuple[Line, ...]:
+        """Its lines of that kind."""
+        return tuple(line for line in self.lines if line["kind"] == kind)
+
+    @property
+    def end(self) -> Line | None:
+        """How it says that it ended; None if it did not come to that."""
+        return next(iter(self.of("end")), None)
+
+
+def look(launch: Launch, folder: Path, executor: Executor, occasion: Occasion) -> Looked:
+    """Run a process that looks around and writes its lines into the diary in `folder`, in the environment of a cell."""
+    env = child_environment(occasion.environ, set=launch.env)
+    handle = executor.start(Task(launch.argv, env, Path(launch.workdir), folder, CHECK_TIMEOUT))
+    ended = _wait(executor, handle)
+    return Looked(tuple(read_lines(folder / DIARY)), ended, read_evidence(folder).log_tail)
 
 
 def slots_of(environment: Mapping[str, Any], occasion: Occasion) -> tuple[str, ...]:

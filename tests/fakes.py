@@ -100,6 +100,10 @@ class FakeTrainer:
         """A command that nobody runs."""
         return Launch(("check",), str(folder))
 
+    def levels(self, matrix: Matrix, *, folder: Path, python: str | None = None) -> Launch | None:
+        """A command that nobody runs."""
+        return Launch(("levels",), str(folder))
+
     def effect(self, matrix: Matrix, cell: Cell, resolved: Mapping[str, Any]) -> Effect:
         """Everything took effect."""
         return Effect()

@@ -13,7 +13,13 @@ import nanbisect
 
 PACKAGE = Path(nanbisect.__file__).parent
 HEAVY = {"torch", "transformers", "accelerate", "pandas", "matplotlib", "jinja2", "numpy"}
-TRAINING = ("trainers/sft/", "probe/")  # what runs in the training process
+LOOK = "environment/look.py"  # the doctor's, which runs in the Python that trains
+TRAINING = ("trainers/sft/", "probe/", LOOK)  # what runs in the training process
+PURE = (
+    "environment/row.py",
+    "environment/levels.py",
+    *(f"environment/{n}rows.py" for n in ("", "torch_", "machine_", "attention_")),
+)
 FLOORS = (
     ("errors", "matrix", "outcome", "events"),
     (
@@ -29,7 +35,7 @@ FLOORS = (
         *("evidence", "neutrality", "combinations", "attribution", "search", "schedule", "tables", "report"),
     ),
     ("executors", "store", "trainers"),
-    ("run", "watch"),
+    ("run", "watch", "environment"),
     ("console", "app", "cli", "__main__"),
 )
 NO_EFFECTS = {"os", "time", "random", "pathlib", "subprocess", "socket", "tempfile", "threading", "secrets", "shutil"}
@@ -82,7 +88,7 @@ def test_every_module_has_a_floor() -> None:
     assert [name for name in homeless if not name.startswith("probe/")] == ["__init__.py"]
 
 
-@pytest.mark.parametrize("path", [p for p in modules() if floor_of(name_of(p)) == 1], ids=name_of)
+@pytest.mark.parametrize("path", [p for p in modules() if floor_of(name_of(p)) == 1 or name_of(p) in PURE], ids=name_of)
 def test_thinking_has_no_effects(path: Path) -> None:
     """No clock, file, environment or randomness: those are passed in."""
     names = imports(path) - {"pathlib.PurePath"}
@@ -101,9 +107,9 @@ def test_heavy_libraries_stay_in_the_training_process(path: Path) -> None:
         assert not {found.split(".")[0] for found in imports(path, top_only=True)} & HEAVY
 
 
-@pytest.mark.parametrize("path", [p for p in modules() if name_of(p).startswith("probe/")], ids=name_of)
+@pytest.mark.parametrize("path", [p for p in modules() if name_of(p).startswith(("probe/", LOOK))], ids=name_of)
 def test_the_probe_is_one_folder_of_stdlib_and_torch(path: Path) -> None:
-    """It imports nothing of ours and nothing that the user's environment may lack."""
+    """It imports nothing of ours and nothing that the user's environment may lack. So does the doctor's look."""
     roots = {name.split(".")[0] for name in imports(path)}
     assert roots <= {"torch", *sys.stdlib_module_names, "__future__"}
 
@@ -112,7 +118,8 @@ def test_nothing_imports_the_probe() -> None:
     """It is started by path."""
     for path in modules():
         if not name_of(path).startswith("probe/"):
-            assert not any(name.startswith("nanbisect.probe") for name in imports(path)), name_of(path)
+            started = ("nanbisect.probe", "nanbisect.environment.look")
+            assert not any(name.startswith(started) for name in imports(path)), name_of(path)
 
 
 SNIPPET = """

@@ -42,6 +42,13 @@ class Trainer(Protocol):
     def check(self, matrix: Matrix, *, folder: Path) -> Launch:
         """The process that looks at this machine, the recipe and the data, and writes `check.json` into `folder`."""
 
+    def levels(self, matrix: Matrix, *, folder: Path, python: str | None = None) -> Launch | None:
+        """The process that looks only at what this machine lacks for the levels: it needs no model, data or script.
+
+        Its first word is the Python that trains; `python` is that of a command that does not show it. None
+        where that is not known.
+        """
+
     def effect(self, matrix: Matrix, cell: Cell, resolved: Mapping[str, Any]) -> Effect:
         """Whether the cell's settings became what was asked for."""
 

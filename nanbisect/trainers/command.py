@@ -86,17 +86,26 @@ class CommandTrainer:
             )
         _own_config(settings.get(OWN_CONFIG), Path(matrix.folder))
         python = find_python(argv, workdir=workdir, env=whole)
-        job = {
-            "diary": str(folder / DIARY),
-            "device": matrix.device,
-            "known": python is not None,
-            "flags": templates.flag_names(self._all_of_ours(matrix)) if python else [],
-            "parsers": [_parser(item, workdir, values) for item in self.preset.parsers],
-            "needs": self._needs(matrix),
-        }
-        path = folder / "check.json"
-        path.write_text(json.dumps(job), encoding="utf-8")
-        return Launch((str(python or sys.executable), str(INSTALLED), str(path)), str(workdir), env)
+        return self._looking(
+            folder,
+            workdir,
+            env,
+            python=python,
+            device=matrix.device,
+            flags=templates.flag_names(self._all_of_ours(matrix)) if python else [],
+            parsers=[_parser(item, workdir, values) for item in self.preset.parsers],
+            needs=self._needs(matrix) if python else {},  # packages of our own Python say nothing of the command's
+        )
+
+    def levels(self, matrix: Matrix, *, folder: Path, python: str | None = None) -> Launch | None:
+        """One look for what levels need. Words that wait for a model or a script are passed over."""
+        folder, workdir, env = folder.resolve(), workdir_of(matrix), self._environment(matrix)
+        values = {**self._defaults, **matrix.settings, **matrix.baseline}
+        words = [word for word in matrix.command or self.preset.command if set(placeholders(word)) <= set(values)]
+        found = find_python(_filled(words, values), workdir=workdir, env={**os.environ, **env}) or python
+        if found is None:
+            return None
+        return self._looking(folder, workdir, env, python=found, device=matrix.device, needs=self._needs(matrix))
 
     def effect(self, matrix: Matrix, cell: Cell, resolved: Mapping[str, Any]) -> Effect:
         """Checkpointing is judged by what ran again in backward; attention is a doubt, the code is not ours."""
@@ -148,6 +157,13 @@ class CommandTrainer:
         values |= {} if model is None else {"model": model}
         values |= {} if data is None else {"data": data}
         return values | ({"port": str(free_port())} if "port" in used else {})
+
+    def _looking(self, folder: Path, workdir: Path, env: Mapping[str, str], *, python: Any, **job: Any) -> Launch:
+        """`installed.py` in the command's Python; in our own, if nobody can tell which that is."""
+        whole = {"diary": str(folder / DIARY), "known": python is not None, "flags": [], "parsers": [], **job}
+        path = folder / "check.json"
+        path.write_text(json.dumps(whole), encoding="utf-8")
+        return Launch((str(python or sys.executable), str(INSTALLED), str(path)), str(workdir), env)
 
     def _environment(self, matrix: Matrix) -> dict[str, str]:
         return {**NO_TRACKERS, **matrix.env}

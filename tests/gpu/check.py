@@ -1,4 +1,4 @@
-"""What `check.sh` runs: slots, memory, SDPA kernels and the bf16 demo on CUDA. Prints a line a fact."""
+"""What `check.sh` runs: the doctor, slots, memory, SDPA kernels and the bf16 demo on CUDA. Prints a line a fact."""
 
 from __future__ import annotations
 
@@ -71,6 +71,30 @@ def demo(out: Path, wrong: list[str]) -> None:
     )
 
 
+def doctor(out: Path, wrong: list[str]) -> None:
+    """What the doctor says of this machine; its kernels must be those that train (see `kernels`)."""
+    command = [sys.executable, "-m", "nanbisect", "doctor", "--json", "matrices/demo.yaml"]
+    began = time.monotonic()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    say(f"doctor: exit code {done.returncode} in {time.monotonic() - began:.0f} s")
+    (out / "doctor.json").write_text(done.stdout)
+    if not done.stdout:
+        sys.stdout.write(done.stderr)
+        return expect(wrong, False, "the doctor answers")
+    document = json.loads(done.stdout)
+    for row in document["rows"]:
+        say(f"     {row['state']:8}{row['name']:16}{row['found']} {row['means']} {row['mend']}")
+    for gpu in document["facts"]["gpus"]["devices"]:
+        say(f"     {json.dumps(gpu)}")
+    levels = {f"{item['setting']}={item['level']}": item["runs"] for item in document["matrix"]["levels"]}
+    say(f"     {levels}")
+    expect(wrong, done.returncode == 0 and document["device"] == "cuda", "the doctor finds a GPU that computes")
+    states = {row["name"].removesuffix(".0"): row["state"] for row in document["rows"]}
+    expect(wrong, states["gpu"] != "missing" and states["sdpa.math"] == "ok", f"and torch works on it: {states}")
+    nodes = {t["node"] for entry in document["facts"]["kernels"] for t in entry["trials"] if not t["error"]}
+    return say(f"     nodes that ran: {sorted(nodes)}")
+
+
 def kernels(out: Path, wrong: list[str]) -> None:
     """Every SDPA kernel: took effect, or is not judged and says why."""
     fixed = ("--set", "gradient_checkpointing=off", "--set", "channel_weights=1,8", "--set", "padding_side=right")
@@ -81,6 +105,11 @@ def kernels(out: Path, wrong: list[str]) -> None:
         say(f"     {cell['id']}: {cell['status']} {cell['resolved'].get('kernels')} {cell.get('reason', '')[:90]}")
     finite = {cell["levels"]["attention"] for cell in result["cells"] if cell["status"] == "finite"}
     expect(wrong, {"sdpa:math", "eager"} <= finite, f"these kernels trained and were seen: {sorted(finite)}")
+    told = json.loads((out / "doctor.json").read_text() or '{"rows": []}')["rows"]
+    rows = [row for row in told if row["name"].startswith("sdpa.") and row["state"] != "missing"]
+    runs = {f"sdpa:{row['name'].split('.')[1]}" for row in rows}
+    trained = {name for name in finite if name.startswith("sdpa:")}
+    expect(wrong, trained <= runs, f"the doctor had said so of each kernel that trained: {sorted(runs)}")
 
 
 def slots(out: Path, wrong: list[str]) -> None:
@@ -112,7 +141,7 @@ def memory(out: Path, wrong: list[str]) -> None:
 def main(arguments: Sequence[str]) -> int:
     """All checks; 1 if one does not hold."""
     out, wrong = Path(arguments[0]), list[str]()
-    for part in (demo, kernels, slots, memory):
+    for part in (doctor, demo, kernels, slots, memory):
         part(out, wrong)
     say("all hold" if not wrong else f"{len(wrong)} do not hold")
     return 1 if wrong else 0

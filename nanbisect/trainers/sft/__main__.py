@@ -1,4 +1,4 @@
-"""The training process: `python -m nanbisect.trainers.sft JOB.json [--check]`.
+"""The training process: `python -m nanbisect.trainers.sft JOB.json [--check | --levels]`.
 
 Whatever happens ends as one `end` line in the diary, so that the driver never has to guess. This is
 the one broad `except` of the project that does not raise again.
@@ -23,6 +23,8 @@ def main(arguments: list[str]) -> int:
     try:
         if "--check" in arguments:
             from nanbisect.trainers.sft.check import check as work
+        elif "--levels" in arguments:
+            from nanbisect.trainers.sft.check import levels as work
         else:
             from nanbisect.trainers.sft.loop import train as work
         diary.write("end", how=work(job, diary))

@@ -29,14 +29,22 @@ LARGE = 1_000_000_000  # parameters above which a CPU run must be asked for
 
 def check(job: Job, diary: Diary) -> str:
     """Write what this machine is and what it can't run, then try the recipe and the data. Returns "done"."""
+    levels(job, diary)
+    _try_recipe(job, setup.device_of(job.device), diary)
+    return "done"
+
+
+def levels(job: Job, diary: Diary) -> str:
+    """Write what this machine is, which levels were tried on it, and which of them it can't run. Returns "done"."""
     device = setup.device_of(job.device)
     diary.write("environment", **environment(device))
-    for setting, levels in job.levels.items():
-        for level in levels:
+    for setting in job.levels:
+        for level in job.levels[setting]:
             reason = why_not(setting, level, job, device)
             if reason is not None:
                 diary.write("level", setting=setting, level=level, reason=reason)
-    _try_recipe(job, device, diary)
+            elif setting in TRIALS:
+                diary.write("tried", setting=setting, level=level)
     return "done"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,13 @@ class SftTrainer:
 
     def check(self, matrix: Matrix, *, folder: Path) -> Launch:
         """One look at this machine, the recipe, the model's configuration and the data; no probe."""
+        return self._checking(matrix, "--check", folder)
+
+    def levels(self, matrix: Matrix, *, folder: Path, python: str | None = None) -> Launch:
+        """One look at this machine. It trains in our own Python, and in no other."""
+        return self._checking(replace(matrix, model=None, data=None), "--levels", folder)
+
+    def _checking(self, matrix: Matrix, what: str, folder: Path) -> Launch:
         levels: dict[str, tuple[str, ...]] = {
             name: (matrix.settings.get(name, setting.default),) for name, setting in SETTINGS.items()
         }
@@ -45,7 +53,7 @@ class SftTrainer:
         settings = {**matrix.settings, **matrix.baseline}
         job = self._job(matrix, settings=settings, seed=int(matrix.settings.get("seed", "0")), folder=folder)
         Job(**{**job.__dict__, "levels": levels}).write(folder / "job.json")
-        return Launch((*self._argv(folder), "--check"), str(self._workdir(matrix)), matrix.env)
+        return Launch((*self._argv(folder), what), str(self._workdir(matrix)), matrix.env)
 
     def effect(self, matrix: Matrix, cell: Cell, resolved: Mapping[str, Any]) -> Effect:
         """See `effect`."""
