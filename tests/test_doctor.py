@@ -243,6 +243,15 @@ def test_a_kernel_that_gives_nan_or_stops_half_way_is_told() -> None:
     assert rows(facts)["sdpa.flash"].state == "missing"
 
 
+def test_a_torch_that_can_not_be_told_which_kernel_to_use() -> None:
+    """Before 2.3."""
+    facts = on_cpu()
+    facts["kernels"][0] = kernel("math", every="ModuleNotFoundError: No module named 'torch.nn.attention'")
+    row = rows(facts)["sdpa.math"]
+    assert (row.state, row.means) == ("missing", "attention=sdpa:math cells can't run here")
+    assert "'torch>=2.3'" in row.mend
+
+
 def test_several_kinds_of_gpu_have_kernels_of_their_own() -> None:
     """By the number of the GPU they were tried on."""
     facts = on_gpu(gpu(0), gpu(1, name="Tesla V100", capability=[7, 0], bf16=False))
@@ -448,6 +457,16 @@ def test_a_broken_torch_is_a_finding(tmp_path: Path, executor: LocalExecutor, so
     assert found["memory"].found
 
 
+def test_without_torch_the_answer_is_whole_and_the_exit_code_1(tmp_path: Path) -> None:
+    """nanbisect itself imports none, so its own Python may be the broken one."""
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudnn.so.9: cannot open shared object file')\n")
+    done = nanbisect("doctor", "--json", cwd=tmp_path, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    document = json.loads(done.out)
+    assert (done.code, document["usable"], document["device"]) == (1, False, None)
+    states = {row["name"]: row["state"] for row in document["rows"] if row["essential"]}
+    assert states == {"python": "ok", "torch": "missing", "device": "missing"}
+
+
 def test_a_program_that_is_no_python_is_refused(tmp_path: Path, executor: LocalExecutor) -> None:
     """With its last words; a folder and a name that leads nowhere are refused before anything starts."""
     program(tmp_path, "python", "echo I am a shell script >&2; exit 1")
@@ -467,9 +486,10 @@ import contextlib, runpy, sys, types, warnings
 import torch
 F, cuda = torch.nn.functional, torch.cuda
 GPUS = [("NVIDIA H200", 9, 0), ("NVIDIA H200", 9, 0), ("Tesla V100", 7, 0), ("Broken", 3, 5)]
+ruined = []
 def here(make):
     def made(*sizes, device="cpu", **others):
-        if str(device) == "cuda:3":
+        if str(device) == "cuda:3" or ruined:
             raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
         return make(*sizes, **others)
     return made
@@ -484,14 +504,18 @@ current = []
 def device(index):
     current[:] = [index]
     yield
-cuda.device = device
+cuda.device, cuda.set_device = device, lambda index: None
 def bf16(including_emulation=True):
     return including_emulation or GPUS[current[0]][1] >= 8
 cuda.is_bf16_supported = bf16
 cuda.get_arch_list = lambda: ["sm_90"]
 attention = F.scaled_dot_product_attention
 def sdpa(query, key, value, attn_mask=None, is_causal=False):
-    if attn_mask is not None and not torch.backends.cuda.math_sdp_enabled():
+    switches = torch.backends.cuda
+    if switches.mem_efficient_sdp_enabled() and not switches.math_sdp_enabled():
+        ruined.append(True)  # the context of this process, as an illegal access leaves it
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    if attn_mask is not None and not switches.math_sdp_enabled():
         for text in (
             "Memory efficient kernel not used because:", "Memory Efficient attention has been runtime disabled.",
             "Flash attention kernel not used because:", "Flash Attention does not support non-null attn_mask.",
@@ -537,6 +561,10 @@ def test_the_look_at_gpus_of_several_kinds(tmp_path: Path) -> None:
     assert found["sdpa.flash.2"].found == "runs in bf16, fp16 and fp32 without a mask only"
     errors = {t["error"] for e in facts["kernels"] if e["kernel"] == "flash" for t in e["trials"] if t["mask"]}
     assert errors == {"Flash Attention does not support non-null attn_mask."}
+    ruined = next(entry for entry in facts["kernels"] if entry["kernel"] == "efficient")
+    assert len(ruined["trials"]) == 1
+    assert "an illegal memory access" in found["sdpa.efficient.0"].found
+    assert "memory access" not in found["sdpa.cudnn.0"].found
     assert found["flash-attn"].found == "unknown, runs in bf16"
     assert found["flash-attn"].state == "warn"
     assert set(facts["gpus"]) == set(on_gpu()["gpus"])
@@ -673,6 +701,7 @@ def test_rows_fit_the_terminal_and_mends_can_be_copied() -> None:
     text = shown(Checkup(PYTHON, facts, rows_of(facts), "cuda", told), 80)
     table, _, mends = text.partition("to mend")
     assert max(len(line.rstrip()) for line in table.splitlines()) <= 80
+    assert facts["python"]["executable"] in "".join(table.split())
     command = f"{facts['python']['executable']} -m pip install --no-build-isolation flash-attn"
     assert any(line.endswith(command) for line in mends.splitlines())
     assert text.startswith("4 of the 6 cells of m can run here")

@@ -8,6 +8,7 @@ from nanbisect.environment.row import DTYPES, NO_MODULE, Facts, Row, State, gpu_
 
 FAST = ("bf16", "fp16")
 AMPERE = (8, 0)
+OLDEST_CHOICE = "2.3"
 
 
 def kernel_rows(facts: Facts) -> Iterator[Row]:
@@ -29,7 +30,7 @@ def kernel_row(name: str, entry: Facts, facts: Facts) -> Row:
         return Row(name, "warn", f"gives NaN or Inf in {listed(bad)} on {device}", means, mend, levels=(level,))
     if not any(trial["error"] is None for trial in trials):
         why = entry.get("error") or next((trial["error"] for trial in trials), "it was not tried")
-        mend = "attention=sdpa lets torch choose a kernel that runs" if device == "cuda" else gpu_mend(facts)
+        mend = _mend_kernel(entry["kernel"], why, device, facts)
         return Row(name, "missing", _why(why, device), f"{level} cells can't run here", mend, levels=(level,))
     found, limits = _extent(trials)
     if not limits:
@@ -63,6 +64,14 @@ def _why(why: str, device: str) -> str:
     if "No viable backend" in why or "No available kernel" in why:
         return f"torch has no such kernel for {device}"
     return f"does not run on {device}: {why}"
+
+
+def _mend_kernel(kernel: str, why: str, device: str, facts: Facts) -> str:
+    if "torch.nn.attention" in why:
+        return pip(facts, f"'torch>={OLDEST_CHOICE}' (older ones can't be told which kernel to use)")
+    if device == "cpu" and kernel in ("efficient", "cudnn"):
+        return gpu_mend(facts)
+    return "attention=sdpa lets torch choose a kernel that runs"
 
 
 def flash_rows(facts: Facts) -> Iterator[Row]:

@@ -318,6 +318,9 @@ def flash(package: str, device: str) -> Facts:
     function = importlib.import_module(package).flash_attn_func
     if device == "cpu":
         return {"dtypes": {}}
+    import torch
+
+    torch.cuda.set_device(device)
 
     def attended(dtype: str) -> None:
         batch, heads, tokens, head = SHAPE
