@@ -35,8 +35,8 @@ def kernel_row(name: str, entry: Facts, facts: Facts) -> Row:
     found, limits = _extent(trials)
     if not limits:
         return Row(name, "ok", found, levels=(level,))
-    mend = "attention=sdpa for those cells: torch chooses a kernel"
-    return Row(name, "warn", found, f"{level} can't run {listed(limits)}", mend, levels=(level,))
+    mend = "attention=sdpa for those cells; torch then chooses the kernel"
+    return Row(name, "warn", found, f"{level} can't run {', nor '.join(limits)}", mend, levels=(level,))
 
 
 def _extent(trials: Sequence[Facts]) -> tuple[str, list[str]]:
@@ -51,7 +51,7 @@ def _extent(trials: Sequence[Facts]) -> tuple[str, list[str]]:
     parts += [f"not in {listed(none)}"] if none else []
     if len(trials) < 2 * len(DTYPES):
         parts.append("the rest was not tried: the last trial left the device broken")
-    limits = [f"batches with padding in {listed(bare)}"] if bare else []
+    limits = [f"batches with padding{f' in {listed(bare)}' if both else ''}"] if bare else []
     return "; ".join(parts), limits + ([f"cells that attend in {listed(none)}"] if none else [])
 
 

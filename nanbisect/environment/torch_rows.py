@@ -54,7 +54,13 @@ def build_of(facts: Facts) -> str:
         return f"built for ROCm {torch['hip']}"
     if not torch.get("cuda"):
         return "a CPU build"
-    return f"built for CUDA {torch['cuda']}" + (f", cuDNN {cudnn}" if cudnn else "")
+    return f"built for CUDA {torch['cuda']}" + (f", cuDNN {_cudnn(cudnn)}" if cudnn else "")
+
+
+def _cudnn(number: int) -> str:
+    """91002 is 9.10.2, and 8902 was 8.9.2."""
+    major, rest = divmod(number, 10_000 if number >= 90_000 else 1_000)
+    return f"{major}.{rest // 100}.{rest % 100}"
 
 
 def broken_torch(facts: Facts, error: str) -> str:
@@ -136,14 +142,14 @@ def _errors(facts: Facts) -> list[str]:
 
 def unused_gpu(facts: Facts) -> tuple[str, str]:
     """Why torch does not use a GPU that is there, and the mend."""
-    torch, gpus, nvidia = facts["torch"], facts["gpus"], facts["machine"]["nvidia"]
+    torch, gpus = facts["torch"], facts["gpus"]
     said = next(iter(_errors(facts)), "it does not say why")
     too_old = re.search(r"driver.*too old.*\(found version (\d+)\)", said)
     if not (torch.get("cuda") or torch.get("hip")):
         return "it is a CPU build", f"a CUDA build of torch: {SELECTOR}"
     if too_old:
         number = int(too_old[1])
-        newest = nvidia.get("cuda") or f"{number // 1000}.{number % 1000 // 10}"
+        newest = f"{number // 1000}.{number % 1000 // 10}"
         why = f"the driver knows CUDA {newest} at most, torch was built for {torch['cuda']}"
         return why, f"a newer driver, or a torch built for CUDA {newest} or older ({SELECTOR})"
     if gpus.get("visible") in ("", "-1"):
