@@ -10,6 +10,7 @@ from typing import Any
 
 from nanbisect.errors import UsageError
 from nanbisect.evidence import Effect
+from nanbisect.executors.base import WarmStart
 from nanbisect.matrix import Cell, Matrix
 from nanbisect.trainers.base import Launch, probe_environment
 from nanbisect.trainers.sft import effect
@@ -17,6 +18,7 @@ from nanbisect.trainers.sft.job import Job, size, value_of
 from nanbisect.trainers.sft.settings import RECIPES, SETTINGS, VOCABULARY
 
 SAME_ORDER = {"PYTHONHASHSEED": "0"}  # a recipe that goes through a set must give every cell the same records
+PRELOADED = ("nanbisect.trainers.sft.loop", "nanbisect.trainers.sft.recipes.causal_lm")
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
@@ -34,7 +36,10 @@ class SftTrainer:
         if settings.get("deterministic", "off") != "off":
             env.update(DETERMINISTIC)
         from_hub = job.model is not None and not Path(job.model).is_absolute()
-        return Launch(self._argv(folder), str(self._workdir(matrix)), env, from_hub)
+        argv = self._argv(folder)
+        scripts = (job.recipe,) if job.recipe not in RECIPES else ()
+        warm = WarmStart(argv[0], "module", argv[2:], modules=PRELOADED, scripts=scripts)
+        return Launch(argv, str(self._workdir(matrix)), env, from_hub, warm)
 
     def check(self, matrix: Matrix, *, folder: Path) -> Launch:
         """One look at this machine, the recipe, the model's configuration and the data; no probe."""
