@@ -31,7 +31,7 @@ from typing import Any, Dict, List, Optional, Set  # noqa: E402
 
 PLAN = "NANBISECT_WARM"
 MARKER = "NANBISECT_ATTEMPT"
-AGAIN = "NANBISECT_WARM_AGAIN"  # how often this server has started itself again
+AGAIN = "NANBISECT_WARM_AGAIN"  # how often this server has started itself afresh, and its shims
 TRIES = 8
 TICK = 0.5
 ORDER = ("life", "done", "log", "env", "echo")
@@ -56,12 +56,12 @@ child = load(os.path.join(HERE, "child.py"), "child")
 class Server:
     """The server's state. `plan`: kind, words, modules, scripts, prepare, psutil, folder, skip, learn."""
 
-    def __init__(self, driver: socket.socket, plan: Dict[str, Any], again: int) -> None:
+    def __init__(self, driver: socket.socket, plan: Dict[str, Any], *, again: int, shims: List[int]) -> None:
         self.driver = driver
         self.plan = plan
         self.again = again
         self.start = dict(os.environ)
-        self.shims: Set[int] = set()
+        self.shims: Set[int] = set(shims)  # they outlive a fresh start
         self.shim = self._load_shim()
 
     def _load_shim(self) -> Any:
@@ -109,7 +109,7 @@ class Server:
             fd = self.driver.fileno()
             os.set_inheritable(fd, True)
             argv = [sys.executable, os.path.abspath(__file__), str(fd)]
-            os.execve(sys.executable, argv, {**env, AGAIN: str(self.again + 1)})
+            os.execve(sys.executable, argv, {**env, AGAIN: ",".join(map(str, [self.again + 1, *self.shims]))})
 
     def _learn(self) -> None:
         """Import what children had to import late. Where that forbids a fork: start afresh, and learn no more."""
@@ -257,9 +257,9 @@ def mark(folder: str) -> None:
 def main() -> Any:
     """The server's life; returns (the job, what the server started with) in a child."""
     plan = json.loads(os.environ.pop(PLAN))
-    again = int(os.environ.pop(AGAIN, "0"))
+    again, *shims = [int(number) for number in os.environ.pop(AGAIN, "0").split(",")]
     driver = socket.socket(fileno=int(sys.argv[1]))
-    server = Server(driver, plan, again)
+    server = Server(driver, plan, again=again, shims=shims)
     why = server.prepare()
     driver.send(json.dumps({"unfit": why} if why else {"ready": os.getpid()}).encode())
     if why:
