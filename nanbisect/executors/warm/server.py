@@ -122,9 +122,12 @@ class Server:
             self._again({**self.start, PLAN: json.dumps({**self.plan, "learn": False})})
 
     def _prepare_model(self) -> None:
+        """Let the trainer prepare what all children share; do without it if that forbids a fork."""
         if self.plan["prepare"]:
             name, argument = self.plan["prepare"]
             importlib.import_module(name).prepare(argument)
+            if preload.threads():
+                self._again({**self.start, PLAN: json.dumps({**self.plan, "prepare": None})})
 
     def _unfit(self) -> Optional[str]:
         """What forbids a fork of this process."""

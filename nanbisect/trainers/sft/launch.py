@@ -13,7 +13,7 @@ from nanbisect.evidence import Effect
 from nanbisect.executors.base import WarmStart
 from nanbisect.matrix import Cell, Matrix
 from nanbisect.trainers.base import Launch, probe_environment
-from nanbisect.trainers.sft import effect
+from nanbisect.trainers.sft import effect, held
 from nanbisect.trainers.sft.job import Job, size, value_of
 from nanbisect.trainers.sft.settings import RECIPES, SETTINGS, VOCABULARY
 
@@ -37,9 +37,17 @@ class SftTrainer:
             env.update(DETERMINISTIC)
         from_hub = job.model is not None and not Path(job.model).is_absolute()
         argv = self._argv(folder)
-        scripts = (job.recipe,) if job.recipe not in RECIPES else ()
-        warm = WarmStart(argv[0], "module", argv[2:], modules=PRELOADED, scripts=scripts)
-        return Launch(argv, str(self._workdir(matrix)), env, from_hub, warm)
+        return Launch(argv, str(self._workdir(matrix)), env, from_hub, self._warm(job, argv))
+
+    @staticmethod
+    def _warm(job: Job, argv: tuple[str, ...]) -> WarmStart:
+        """The built-in recipe's model is read once, where it lies in a folder; a user's recipe reads its own."""
+        if job.recipe not in RECIPES:
+            return WarmStart(argv[0], "module", argv[2:], modules=PRELOADED, scripts=(job.recipe,))
+        local = job.model is not None and Path(job.model).is_absolute() and not job.trust_remote_code
+        given = held.argument(str(job.model), str(value_of(job.settings, "param_dtype"))) if local else ""
+        prepare = (held.__name__, given) if local else None
+        return WarmStart(argv[0], "module", argv[2:], modules=PRELOADED, prepare=prepare)
 
     def check(self, matrix: Matrix, *, folder: Path) -> Launch:
         """One look at this machine, the recipe, the model's configuration and the data; no probe."""
