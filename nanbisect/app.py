@@ -50,7 +50,7 @@ NOT_USABLE = 1
 def run(path: Path, overrides: Overrides, occasion: Occasion, *, out: Path | None, resume: bool, reports: Path) -> int:
     """`nanbisect run`: every cell, then the report. Returns the exit code."""
     matrix = load(path, overrides)
-    trainer, executor, console = TRAINERS[matrix.trainer], LocalExecutor(), show.console_for()
+    trainer, executor, console = TRAINERS[matrix.trainer], LocalExecutor(warm=True), show.console_for()
     try:
         store = _to_resume(matrix, out, reports) if resume else None
         console.print("looking at this machine, the recipe and the data", style="dim")

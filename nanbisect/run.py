@@ -287,7 +287,7 @@ class Driver:
         offline = {"HF_HUB_OFFLINE": "1"} if launch.from_hub and self.trained else {}
         added = {**offline, **launch.env, **slot_environment(slot, self.occasion)}
         env = child_environment(self.occasion.environ, set=added)
-        task = Task(launch.argv, env, Path(launch.workdir), folder, self.matrix.timeout, tuple(taken))
+        task = Task(launch.argv, env, Path(launch.workdir), folder, self.matrix.timeout, tuple(taken), launch.warm)
         try:
             handle = self.executor.start(task)
         except BaseException:

@@ -28,11 +28,30 @@ Why = Literal["exited", "timed_out", "cancelled", "driver_died", "lost"]
 
 
 @dataclass(frozen=True)
+class WarmStart:
+    """How a command may start from a process that has imported its libraries already.
+
+    `python` is the interpreter as the command would find it, `words` what follows it: a script and its
+    arguments, a module and its arguments, or the arguments of `accelerate launch`. `modules` are imported
+    beforehand, and what the files in `scripts` import at their top as far as it is a known library.
+    `prepare`: (module, argument), whose `prepare(argument)` is called once before the first fork.
+    """
+
+    python: str
+    kind: Literal["script", "module", "accelerate"]
+    words: tuple[str, ...]
+    modules: tuple[str, ...] = ()
+    scripts: tuple[str, ...] = ()
+    prepare: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True)
 class Task:
     """One attempt to execute. `env` is the complete environment of the child, nothing is inherited.
 
     `folder` exists and is this attempt's alone. `timeout` is in seconds, None for no limit. `slot` names
     the slots given to the attempt ("cpu", or the indices of GPUs); who fills `env` makes them visible.
+    `warm` says how the same command may start faster; None where it must start as it is.
     """
 
     argv: tuple[str, ...]
@@ -41,6 +60,7 @@ class Task:
     folder: Path
     timeout: float | None = None
     slot: tuple[str, ...] = ()
+    warm: WarmStart | None = None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Protocol
 
 import psutil
 
@@ -36,18 +36,53 @@ from nanbisect.executors.base import (
     Task,
     read_exit,
 )
+from nanbisect.executors.warm.servers import Servers, WarmShim
 
 SHIM = Path(__file__).with_name("shim.py")
 LOG_LIMIT = 64 * 2**20
 GRACE = 3.0
 
 
+class _Shim(Protocol):
+    """A shim's process, however it was started."""
+
+    @property
+    def pid(self) -> int | None: ...
+    def ended(self) -> bool: ...
+    def kill(self) -> None: ...
+    def forget(self) -> None: ...
+
+
+@dataclass
+class _ColdShim:
+    """A shim that this process has started itself."""
+
+    process: subprocess.Popen[bytes]
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self.process.pid
+
+    def ended(self) -> bool:
+        """Whether it has gone."""
+        return self.process.poll() is not None
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.process.kill()
+
+    def forget(self) -> None:
+        """Nothing is held."""
+
+
 @dataclass
 class _Attempt:
     """A shim with the end of its life pipe that this process holds."""
 
+    task: Task
     folder: Path
-    shim: subprocess.Popen[bytes]
+    shim: _Shim
     life: int
     began: float
     exit: Exit | None = None
@@ -57,41 +92,51 @@ class LocalExecutor:
     """Runs attempts as processes of this machine.
 
     `echo` also shows their output on this process's standard output; `grace` is the time between TERM and
-    KILL in seconds; `log_limit` the size of an attempt's log.txt in bytes.
+    KILL in seconds; `log_limit` the size of an attempt's log.txt in bytes. With `warm`, an attempt whose
+    task allows it starts from a process that has imported its libraries (see `warm`), the others cold.
     """
 
-    def __init__(self, *, echo: bool = False, grace: float = GRACE, log_limit: int = LOG_LIMIT) -> None:
+    def __init__(
+        self, *, echo: bool = False, grace: float = GRACE, log_limit: int = LOG_LIMIT, warm: bool = False
+    ) -> None:
         self.echo = echo
         self.grace = grace
         self.log_limit = log_limit
+        self.warm = warm
+        self._servers = Servers()
         self._attempts: dict[Handle, _Attempt] = {}
 
     def start(self, task: Task) -> Handle:
         """Starts a shim, which starts the command. Raises ExecutorError when the machine refuses."""
         folder = task.folder.resolve()
-        read, life = os.pipe()  # neither is inherited, unless by name: so no shim holds another's life open
         try:
             (folder / EXIT_FILE).unlink(missing_ok=True)
             (folder / SPEC_FILE).write_text(json.dumps(self._spec(task, folder)), encoding="utf-8")
-            shim = self._spawn(task, folder, read)
+            attempt = (self._warm(task, folder) if self.warm else None) or self._cold(task, folder)
         except OSError as error:
-            os.close(life)
             raise ExecutorError(
                 f"can't start a process for {folder}: {error}. "
                 "Free memory, disk or processes, or run fewer attempts at once (--jobs)."
             ) from error
-        finally:
-            os.close(read)
-        handle = Handle(task, f"process {shim.pid}")
-        self._attempts[handle] = _Attempt(folder, shim, life, time.monotonic())
+        pid = attempt.shim.pid
+        handle = Handle(task, f"process {pid}" if pid else "a process started warm")
+        self._attempts[handle] = attempt
         return handle
 
     def poll(self, handle: Handle) -> Exit | None:
-        """None while the shim lives. A shim that left no exit was killed: then its orphans are ended here."""
+        """None while the shim lives. A shim that left no exit was killed: then its orphans are ended here.
+
+        A warm start that never began, because its server could not or died, is made again cold.
+        """
         attempt = self._attempts[handle]
-        if attempt.exit is None and attempt.shim.poll() is not None:
+        self._servers.pump()
+        if attempt.exit is None and attempt.shim.ended():
             os.close(attempt.life)
-            exit = read_exit(attempt.folder)
+            exit, began = read_exit(attempt.folder), attempt.shim.pid is not None
+            attempt.shim.forget()
+            if exit is None and not began:
+                self._attempts[handle] = self._cold(attempt.task, attempt.folder)
+                return None
             if exit is None or sys.platform != "linux":  # without a subreaper only the marker finds them all
                 sweep(attempt.folder)
             attempt.exit = exit or Exit("lost", seconds=round(time.monotonic() - attempt.began, 3))
@@ -99,7 +144,15 @@ class LocalExecutor:
 
     def stop(self, handle: Handle) -> None:
         """Asks the shim, which ends all and then itself within the grace and a little."""
-        self._attempts[handle].shim.terminate()
+        attempt = self._attempts[handle]
+        if attempt.exit is None:
+            with contextlib.suppress(OSError):  # it has gone
+                os.write(attempt.life, b".")
+
+    def remarks(self) -> list[str]:
+        """What a user should know of how attempts start; each once."""
+        said, self._servers.remarks = self._servers.remarks, []
+        return said
 
     def recover(self, run: Path) -> int:
         """Ends what a dead driver left behind below a run folder. Returns how many processes."""
@@ -117,10 +170,10 @@ class LocalExecutor:
         while self._running() and time.monotonic() < deadline:
             time.sleep(0.02)
         for handle in self._running():
-            shim = self._attempts[handle].shim
-            shim.kill()
-            shim.wait()
-            self.poll(handle)
+            self._attempts[handle].shim.kill()
+            while self.poll(handle) is None:
+                time.sleep(0.02)
+        self._servers.close()
 
     def _running(self) -> list[Handle]:
         return [handle for handle in self._attempts if self.poll(handle) is None]
@@ -138,29 +191,54 @@ class LocalExecutor:
             "pids": str(folder / PIDS_FILE),
         }
 
-    def _spawn(self, task: Task, folder: Path, life: int) -> subprocess.Popen[bytes]:
-        """The shim, in this process's environment (it needs our psutil) and a session of its own.
+    def _cold(self, task: Task, folder: Path) -> _Attempt:
+        """The shim, in this process's environment (it needs our psutil) and a session of its own."""
+        read, life = os.pipe()  # neither is inherited, unless by name: so no shim holds another's life open
+        try:
+            with (folder / LOG_FILE).open("ab") as log, _written(task, folder) as environment, _holding_signals():
+                process = subprocess.Popen(
+                    [sys.executable, str(SHIM), str(folder / SPEC_FILE), str(read)],
+                    env={**os.environ, MARKER: str(folder)},
+                    stdin=environment,
+                    stdout=None if self.echo else subprocess.DEVNULL,
+                    stderr=log,
+                    pass_fds=[read],
+                    start_new_session=True,
+                )
+        except OSError:
+            os.close(life)
+            raise
+        finally:
+            os.close(read)
+        return _Attempt(task, folder, _ColdShim(process), life, time.monotonic())
 
-        Its errors go to log.txt. The child's environment goes through an unnamed file: no token touches
-        the run folder, and a large one can't fill a pipe.
-        """
-        marker = {MARKER: str(folder)}
-        with (
-            (folder / LOG_FILE).open("ab") as log,
-            tempfile.TemporaryFile("w+") as environment,
-            _holding_signals(),
-        ):
-            json.dump({**task.env, **marker}, environment)
-            environment.seek(0)
-            return subprocess.Popen(
-                [sys.executable, str(SHIM), str(folder / SPEC_FILE), str(life)],
-                env={**os.environ, **marker},
-                stdin=environment,
-                stdout=None if self.echo else subprocess.DEVNULL,
-                stderr=log,
-                pass_fds=[life],
-                start_new_session=True,
-            )
+    def _warm(self, task: Task, folder: Path) -> _Attempt | None:
+        """A shim that a server forks, with the training process; None where the attempt must start cold."""
+        server = self._servers.server(task)
+        if server is None:
+            return None
+        (read, life), (done, end) = os.pipe(), os.pipe()
+        os.set_blocking(done, False)
+        try:
+            with (folder / LOG_FILE).open("ab") as log, _written(task, folder) as environment:
+                echo = [sys.stdout.fileno()] if self.echo else []
+                sent = server.ask(task, folder / SPEC_FILE, [read, end, log.fileno(), environment.fileno(), *echo])
+        finally:
+            os.close(read)
+            os.close(end)
+        if not sent:
+            os.close(life)
+            os.close(done)
+            return None
+        return _Attempt(task, folder, WarmShim(server, folder, done), life, time.monotonic())
+
+
+def _written(task: Task, folder: Path) -> IO[str]:
+    """The child's environment, in an unnamed file: no token touches the run folder, none fills a pipe."""
+    file = tempfile.TemporaryFile("w+")  # noqa: SIM115 - the caller closes it
+    json.dump({**task.env, MARKER: str(folder)}, file)
+    file.seek(0)
+    return file
 
 
 @contextlib.contextmanager

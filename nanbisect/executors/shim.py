@@ -3,9 +3,10 @@
     python shim.py SPEC.json LIFE_FD < ENVIRONMENT.json
 
 Started by path; stdlib and psutil only, nothing of nanbisect, so that it is there in 0.1 s. LIFE_FD is the
-read end of a pipe whose write end only the driver holds: its end of file is the driver's death (-1: no
-driver to watch). The spec holds argv, workdir, timeout, grace, echo, log_limit and the paths log, exit and
-pids. The environment comes on standard input, because it holds tokens and a run folder gets shared.
+read end of a pipe whose write end only the driver holds: a byte asks for the end, its end of file is the
+driver's death (-1: no driver to watch). The spec holds argv, workdir, timeout, grace, echo, log_limit and
+the paths log, exit and pids. The environment comes on standard input, because it holds tokens and a run
+folder gets shared. A warm start (see `warm`) forks the shim instead, with the main process under way.
 
 How it keeps its promise:
 - It is a child subreaper (Linux), so a descendant in a session of its own (torch elastic's workers are)
@@ -51,9 +52,16 @@ PR_SET_CHILD_SUBREAPER = 36
 class Shim:
     """One attempt from start to exit.json. `status` is the main process's exit code, -N for signal N."""
 
-    def __init__(self, spec: Mapping[str, Any], life: int, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        spec: Mapping[str, Any],
+        life: int,
+        environment: Mapping[str, str],
+        started: tuple[int, int] | None = None,
+    ) -> None:
         self.spec = spec
         self.environment = environment
+        self.started = started
         self.life = os.dup(life) if life >= 0 else None  # dup: a small number, as select wants it
         self.log = Log(Path(spec["log"]), spec["log_limit"])
         self.echo = Echo(sys.stdout.fileno() if spec["echo"] else None)
@@ -84,6 +92,9 @@ class Shim:
     # The main process
 
     def _start(self) -> None:
+        if self.started is not None:
+            self._adopt(*self.started)
+            return
         argv, workdir = self.spec["argv"], self.spec["workdir"]
         self.output, write = os.pipe()
         os.set_blocking(self.output, False)
@@ -103,12 +114,22 @@ class Shim:
             self.status = 127 if missing else 126
             self._keep(f"nanbisect: can't start {argv[0]!r} in {workdir}: {error}\n".encode())
         else:
-            self.main = process.pid
             process.returncode = 0  # told nothing: the shim itself reaps all its children
-            pids = {"shim": _identity(os.getpid()), "main": _identity(process.pid)}
-            write_json(Path(self.spec["pids"]), {"schema": SCHEMA, **pids})
+            self._note(process.pid)
         finally:
             os.close(write)
+
+    def _adopt(self, main: int, output: int) -> None:
+        """A warm start: the main process is a fork that runs already."""
+        self.output = output
+        os.set_blocking(output, False)
+        self._note(main)
+        self._reap()  # it may have ended before anybody listened
+
+    def _note(self, main: int) -> None:
+        self.main = main
+        pids = {"shim": _identity(os.getpid()), "main": _identity(main)}
+        write_json(Path(self.spec["pids"]), {"schema": SCHEMA, **pids})
 
     def _wait(self) -> None:
         """Until the main process ended or someone asked for its end."""
@@ -190,10 +211,10 @@ class Shim:
         ready, writable, _ = select.select(reads, self.echo.waiting, [], max(seconds, 0.0))
         if self.wakeup in ready:
             os.read(self.wakeup, CHUNK)
-        if self.life is not None and self.life in ready:  # the driver never writes: this is its end
+        if self.life is not None and self.life in ready:  # a byte is the driver's wish, the end its death
+            self._ask("cancelled" if os.read(self.life, CHUNK) else "driver_died")
             os.close(self.life)
             self.life = None
-            self._ask("driver_died")
         if output in ready:
             self._read()
         if writable:
@@ -397,16 +418,22 @@ def _identity(pid: int) -> dict[str, float]:
     return {"pid": pid, "created": psutil.Process(pid).create_time()}
 
 
-def main(argv: list[str]) -> None:
-    """Reads the arguments, runs the attempt, and ends its processes whatever happens."""
-    spec = json.loads(Path(argv[1]).read_text(encoding="utf-8"))
+def attend(
+    spec: Mapping[str, Any], life: int, environment: Mapping[str, str], started: tuple[int, int] | None = None
+) -> None:
+    """Runs the attempt, and ends its processes whatever happens. `started`: (pid, output) of a warm start."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    shim = Shim(spec, int(argv[2]), json.load(sys.stdin))
+    shim = Shim(spec, life, environment, started)
     try:
         shim.run()
     except BaseException:
         shim.end_all()
         raise
+
+
+def main(argv: list[str]) -> None:
+    """Reads the arguments and attends to the attempt."""
+    attend(json.loads(Path(argv[1]).read_text(encoding="utf-8")), int(argv[2]), json.load(sys.stdin))
 
 
 if __name__ == "__main__":

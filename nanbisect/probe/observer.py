@@ -59,6 +59,12 @@ class Observer:
         self.stopper.tries = 0
         self.steps.reset()
 
+    def follow(self, folder: str, limits: Limits) -> None:
+        """Take orders as if the probe had been installed here and now."""
+        self.journal.folder, self.journal.every_line = folder, limits.every_line
+        self.stopper.limits = limits
+        self.journal.armed()
+
     @property
     def window(self) -> Window:
         """The step under way."""

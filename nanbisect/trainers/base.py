@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nanbisect.evidence import Effect
+from nanbisect.executors.base import WarmStart
 from nanbisect.matrix import Cell, Matrix, Vocabulary
 
 PROBE = Path(__file__).parent.parent / "probe"
@@ -22,13 +23,14 @@ class Launch:
     """How to start one process. `env` is added to the environment that the executor builds.
 
     `from_hub`: the model is fetched by name; once a cell has it, further cells ask nobody, so that all
-    get the same one.
+    get the same one. `warm`: how the same process may start from one that has imported its libraries.
     """
 
     argv: tuple[str, ...]
     workdir: str
     env: Mapping[str, str] = field(default_factory=dict)
     from_hub: bool = False
+    warm: WarmStart | None = None
 
 
 class Trainer(Protocol):

@@ -28,6 +28,7 @@ from nanbisect.trainers.interpreter import find_program, find_python
 from nanbisect.trainers.presets import Preset
 from nanbisect.trainers.sft import effect
 from nanbisect.trainers.sft.launch import model_path
+from nanbisect.trainers.warm_start import warm_start
 
 INSTALLED = Path(__file__).with_name("installed.py")
 CONFIG_FILE = "config.yaml"
@@ -68,7 +69,13 @@ class CommandTrainer:
             "NANBISECT_STEPS": str(steps),
         }
         model = values.get("model")
-        return Launch(argv, str(workdir), {**env, **probe}, model is not None and not Path(model).is_absolute())
+        return Launch(
+            argv,
+            str(workdir),
+            {**env, **probe},
+            from_hub=model is not None and not Path(model).is_absolute(),
+            warm=warm_start(argv, workdir=workdir, env={**os.environ, **env}),
+        )
 
     def check(self, matrix: Matrix, *, folder: Path) -> Launch:
         """One look into the command's own Python. Raises UsageError when there is no such command."""

@@ -11,13 +11,15 @@ from typing import Any
 
 from nanbisect.errors import UsageError
 from nanbisect.evidence import Effect
+from nanbisect.executors.base import WarmStart
 from nanbisect.matrix import Cell, Matrix
 from nanbisect.trainers.base import Launch, probe_environment
-from nanbisect.trainers.sft import effect
+from nanbisect.trainers.sft import effect, held
 from nanbisect.trainers.sft.job import Job, size, value_of
 from nanbisect.trainers.sft.settings import RECIPES, SETTINGS, VOCABULARY
 
 SAME_ORDER = {"PYTHONHASHSEED": "0"}  # a recipe that goes through a set must give every cell the same records
+PRELOADED = ("nanbisect.trainers.sft.loop", "nanbisect.trainers.sft.recipes.causal_lm")
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
@@ -35,7 +37,18 @@ class SftTrainer:
         if settings.get("deterministic", "off") != "off":
             env.update(DETERMINISTIC)
         from_hub = job.model is not None and not Path(job.model).is_absolute()
-        return Launch(self._argv(folder), str(self._workdir(matrix)), env, from_hub)
+        argv = self._argv(folder)
+        return Launch(argv, str(self._workdir(matrix)), env, from_hub, self._warm(job, argv))
+
+    @staticmethod
+    def _warm(job: Job, argv: tuple[str, ...]) -> WarmStart:
+        """The built-in recipe's model is read once, where it lies in a folder; a user's recipe reads its own."""
+        if job.recipe not in RECIPES:
+            return WarmStart(argv[0], "module", argv[2:], modules=PRELOADED, scripts=(job.recipe,))
+        local = job.model is not None and Path(job.model).is_absolute() and not job.trust_remote_code
+        given = held.argument(str(job.model), str(value_of(job.settings, "param_dtype"))) if local else ""
+        prepare = (held.__name__, given) if local else None
+        return WarmStart(argv[0], "module", argv[2:], modules=PRELOADED, prepare=prepare)
 
     def check(self, matrix: Matrix, *, folder: Path) -> Launch:
         """One look at this machine, the recipe, the model's configuration and the data; no probe."""

@@ -25,6 +25,7 @@ import torch
 import transformers
 from torch.nn import functional
 
+from nanbisect.trainers.sft import held
 from nanbisect.trainers.sft.problems import BadInput, Unsupported, first_line, out_of_memory
 from nanbisect.trainers.sft.recipes import hub, jsonl
 from nanbisect.trainers.sft.view import Settings
@@ -59,12 +60,11 @@ class Tokens:
 def model(settings: Settings) -> torch.nn.Module:
     """The pretrained model with the wanted attention and parameter dtype."""
     attention, kernel, name = settings.attention, settings.attention_kernel, _model_name(settings)
-    dtype_name = "dtype" if _version() >= (4, 56) else "torch_dtype"
-    wanted = {"attn_implementation": IMPLEMENTATIONS[attention], dtype_name: DTYPES[settings.param_dtype]}
+    implementation, dtype, trust = IMPLEMENTATIONS[attention], settings.param_dtype, settings.trust_remote_code
     try:
-        loaded: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
-            name, **wanted, **hub.options(name, trust=settings.trust_remote_code)
-        )
+        loaded: torch.nn.Module | None = None if trust else held.take(name, implementation, dtype)
+        if loaded is None:
+            loaded = pretrained(name, implementation, dtype, **hub.options(name, trust=trust))
     except Exception as error:  # transformers, safetensors and remote code raise anything
         if out_of_memory(error):
             raise
@@ -73,6 +73,13 @@ def model(settings: Settings) -> torch.nn.Module:
             raise Unsupported(first_line(error), {"attention": level}) from error
         raise BadInput(hub.not_found(name, error)) from error
     return loaded
+
+
+def pretrained(name: str, implementation: str, param_dtype: str, **options: Any) -> Any:
+    """What transformers loads."""
+    dtype = "dtype" if _version() >= (4, 56) else "torch_dtype"
+    wanted = {"attn_implementation": implementation, dtype: DTYPES[param_dtype]}
+    return transformers.AutoModelForCausalLM.from_pretrained(name, **wanted, **options)
 
 
 def parameter_count(settings: Settings) -> int:
