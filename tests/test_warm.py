@@ -38,16 +38,31 @@ class default_generator:
 WHO = """
 import json, os, signal, sys, threading
 import torch
-names = {s.name: str(signal.getsignal(s)) for s in signal.Signals if s not in (signal.SIGKILL, signal.SIGSTOP)}
+names = [one for one in signal.Signals if one not in (signal.SIGKILL, signal.SIGSTOP)]
 print(json.dumps({
-    "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "executable": sys.executable,
-    "prefix": sys.prefix, "flags": str(sys.flags), "finders": [str(getattr(x, "__name__", type(x).__name__)) for x in sys.meta_path],
-    "name": __name__, "file": __file__, "package": __package__, "loader": type(__loader__).__name__,
-    "spec": getattr(__spec__, "name", None), "globals": sorted(globals()), "main": sys.modules["__main__"].__dict__ is globals(),
-    "cwd": os.getcwd(), "mask": str(signal.pthread_sigmask(signal.SIG_BLOCK, [])), "signals": names,
+    "argv": sys.argv,
+    "orig_argv": sys.orig_argv,
+    "path": sys.path,
+    "executable": sys.executable,
+    "prefix": sys.prefix,
+    "flags": str(sys.flags),
+    "finders": [str(getattr(one, "__name__", type(one).__name__)) for one in sys.meta_path],
+    "name": __name__,
+    "file": __file__,
+    "package": __package__,
+    "loader": type(__loader__).__name__,
+    "spec": getattr(__spec__, "name", None),
+    "globals": sorted(globals()),
+    "main": sys.modules["__main__"].__dict__ is globals(),
+    "cwd": os.getcwd(),
+    "mask": str(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+    "signals": {one.name: str(signal.getsignal(one)) for one in names},
     "fds": sorted(os.readlink("/proc/self/fd/" + fd).partition(":")[0] for fd in os.listdir("/proc/self/fd")[:-1]),
-    "leads": os.getsid(0) == os.getpid(), "unbuffered": sys.stdout.write_through, "thread": threading.current_thread().name,
-    "threads": THREADS, "env": dict(os.environ),
+    "leads": os.getsid(0) == os.getpid(),
+    "unbuffered": sys.stdout.write_through,
+    "thread": threading.current_thread().name,
+    "threads": THREADS,
+    "env": dict(os.environ),
 }))
 if "fail" in sys.argv:
     raise ValueError("as asked")

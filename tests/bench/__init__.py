@@ -1,0 +1,1 @@
+"""Benchmarks: tables, run by hand, never a timed test."""
