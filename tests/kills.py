@@ -1,10 +1,11 @@
 """kill -9 at random moments, then --resume, until the run is done: the harness of a test and of a trial by hand.
 
-    python -m tests.kills COUNT SEED OUT -- COMMAND...      (COMMAND runs into OUT and knows --resume)
+    python -m tests.kills COUNT SEED SECONDS OUT -- COMMAND...      (COMMAND runs into OUT and knows --resume)
 
-Each round starts the command, waits a random time, kills the driver, a shim or a training process, lets a
-killed shim's or training's driver go on for a while, and then kills that too. Prints what it did; exit 1
-if a finished outcome changed, an attempt was made twice, or a process was left.
+Each round starts the command, waits a random time up to SECONDS, kills the driver, a shim, a training
+process or a server of warm starts, lets the driver of the last three go on for a while, and then kills that
+too. Prints what it did; exit 1 if a finished outcome changed, an attempt was made twice, or a process was
+left.
 """
 
 from __future__ import annotations
@@ -32,23 +33,30 @@ def below(root: int) -> list[psutil.Process]:
         return []
 
 
-def victims(driver: int) -> dict[str, list[int]]:
-    """Process ids by role. A shim is the driver's child; what is below it is the training."""
-    shims = [child for child in _children(driver) if _is_shim(child)]
-    trainings = [child.pid for shim in shims for child in below(shim.pid)]
-    return {"driver": [driver], "shim": [shim.pid for shim in shims], "training": trainings}
+def victims(driver: int, out: Path) -> dict[str, list[int]]:
+    """Process ids by role: servers are the driver's children, shims and trainings are in the attempts' notes."""
+    shims, mains = [], []
+    for path in out.glob("cells/*/attempt-*/pids.json"):
+        noted = json.loads(path.read_text())
+        if (path.parent / "exit.json").exists():
+            continue
+        shims += [noted["shim"]["pid"]] if _is(noted["shim"]) else []
+        mains += [noted["main"]["pid"]] if _is(noted["main"]) else []
+    trainings = [*mains, *(child.pid for main in mains for child in below(main))]
+    servers = [child.pid for child in below(driver) if child.pid not in shims + trainings and _is_server(child)]
+    return {"driver": [driver], "shim": shims, "training": trainings, "server": servers}
 
 
-def _children(pid: int) -> list[psutil.Process]:
+def _is(noted: dict[str, float]) -> bool:
     try:
-        return psutil.Process(pid).children()
-    except psutil.NoSuchProcess:
-        return []
+        return bool(psutil.Process(int(noted["pid"])).create_time() == noted["created"])
+    except psutil.Error:
+        return False
 
 
-def _is_shim(process: psutil.Process) -> bool:
+def _is_server(process: psutil.Process) -> bool:
     try:
-        return any(part.endswith("shim.py") for part in process.cmdline())
+        return any(part.endswith("server.py") for part in process.cmdline())
     except psutil.Error:
         return False
 
@@ -77,12 +85,12 @@ def left_behind(out: Path) -> list[int]:
 
 
 def round_of_kills(command: list[str], out: Path, rng: random.Random, longest: float) -> str:
-    """Start, wait, kill one of the three, and in the end the driver. Says who was killed."""
+    """Start, wait, kill one of the four, and in the end the driver. Says who was killed."""
     resume = ["--resume"] if (out / "run.json").exists() else []
     process = subprocess.Popen([*command, *resume], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     time.sleep(rng.uniform(0.0, longest))
-    role = rng.choice(["driver", "shim", "training"])
-    chosen = victims(process.pid)[role]
+    role = rng.choice(["driver", "shim", "training", "server"])
+    chosen = victims(process.pid, out)[role]
     for pid in chosen[:1]:
         _kill(pid)
     if role != "driver":
@@ -122,8 +130,8 @@ def trial(command: list[str], out: Path, *, count: int, seed: int, longest: floa
 
 def main(arguments: list[str]) -> int:
     """See the module's docstring."""
-    count, seed, out = int(arguments[0]), int(arguments[1]), Path(arguments[2])
-    wrong = trial(arguments[4:], out, count=count, seed=seed, longest=12.0)
+    count, seed, seconds, out = int(arguments[0]), int(arguments[1]), float(arguments[2]), Path(arguments[3])
+    wrong = trial(arguments[5:], out, count=count, seed=seed, longest=seconds)
     sys.stdout.writelines(f"{line}\n" for line in wrong or ["nothing lost, nothing run twice, nothing left"])
     return 1 if wrong else 0
 
