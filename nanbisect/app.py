@@ -25,6 +25,7 @@ from nanbisect.errors import StoreError, UsageError
 from nanbisect.events import CellStarted, Event
 from nanbisect.evidence import STOPPED
 from nanbisect.executors.local import LocalExecutor
+from nanbisect.gpus import GpuMemory
 from nanbisect.matrix import Cell, Matrix, excluded, expand, run_order
 from nanbisect.matrix_command import settings_of
 from nanbisect.matrix_file import Overrides, matrix_to_json, read_matrix
@@ -111,8 +112,8 @@ def rerun(name: str, cell_name: str, *, repeat: int, changes: tuple[str, ...], r
     earlier = CellResult(cell, schedule.counted(store.outcomes(cell)))
     told = next((change.partition("=")[2] for change in changes if change.startswith("seed=")), None)
     changed, variant = with_changes(matrix, cell, changes)
-    occasion = replace(before, environ=dict(os.environ))
-    machine = replace(machine, slots=driving.slots_of(machine.environment, occasion))
+    occasion = replace(before, environ=dict(os.environ), look=GpuMemory(os.environ))
+    machine = replace(machine, slots=driving.slots_of(machine.environment, occasion, matrix.env))
     driver = Driver(changed, trainer, executor, store=store, machine=machine, occasion=occasion)
     target = variant or cell
     seeds = _seeds(earlier, driver, repeat, told)
@@ -201,7 +202,7 @@ def _model(model: str | None) -> str | None:
 
 def occasion(arguments: tuple[str, ...], path: Path, *, gpus: str | None = None, jobs: int = 1) -> Occasion:
     """What belongs to this execution and not to the experiment."""
-    return Occasion(arguments=arguments, matrix_path=str(path), gpus=gpus, jobs=jobs)
+    return Occasion(arguments=arguments, matrix_path=str(path), gpus=gpus, jobs=jobs, look=GpuMemory(os.environ))
 
 
 def exit_code(results: Sequence[CellResult]) -> int:
@@ -229,6 +230,7 @@ def inputs_of(store: Store) -> RunInputs:
         matrix_path=occasion.matrix_path,
         interrupted=any(result.status is None for result in results),
         excluded=sum(1 for _ in excluded(matrix)),
+        notes=store.notes(),
     )
 
 

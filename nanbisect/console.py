@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from nanbisect.events import CellEnded, CellStarted, Event, LevelBlocked, RunEnded, RunStarted
+from nanbisect.events import CellEnded, CellStarted, Event, LevelBlocked, RunEnded, RunStarted, SlotNoted
 from nanbisect.matrix import Cell, Matrix
 from nanbisect.outcome import Outcome, Status, named
 from nanbisect.report.model import Report
@@ -90,6 +90,8 @@ class Plain:
         if isinstance(event, LevelBlocked):
             levels = " ".join(f"{name}={level}" for name, level in event.levels.items())
             return f"not on this machine: {levels}: {event.reason}"
+        if isinstance(event, SlotNoted):
+            return event.text
         if isinstance(event, CellEnded) and event.outcome.seconds:
             left = f", about {duration(event.left)} left" if event.left is not None and event.done < event.total else ""
             took = f"{event.outcome.seconds:.1f} s"
@@ -119,6 +121,8 @@ class Lively:
         elif isinstance(event, LevelBlocked):
             levels = " ".join(f"{name}={level}" for name, level in event.levels.items())
             self.notes.append(f"not on this machine: {levels}: {event.reason}")
+        elif isinstance(event, SlotNoted):
+            self.notes.append(event.text)
         elif isinstance(event, CellStarted):
             self.started[event.cell.id] = (event.cell, time.monotonic())
         elif isinstance(event, CellEnded):

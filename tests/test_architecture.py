@@ -26,10 +26,10 @@ FLOORS = (
             "matrix_file",
             "matrix_schema",
         ),
-        *("evidence", "neutrality", "combinations", "attribution", "search", "schedule", "tables", "report"),
+        *("evidence", "neutrality", "combinations", "attribution", "search", "schedule", "slots", "tables", "report"),
     ),
-    ("executors", "store", "trainers"),
-    ("run", "watch"),
+    ("executors", "gpus", "ports", "store", "trainers"),
+    ("machine", "pool", "run", "watch"),
     ("console", "app", "cli", "__main__"),
 )
 NO_EFFECTS = {"os", "time", "random", "pathlib", "subprocess", "socket", "tempfile", "threading", "secrets", "shutil"}
