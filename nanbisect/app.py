@@ -27,6 +27,7 @@ from nanbisect.errors import StoreError, UsageError
 from nanbisect.events import CellStarted, Event
 from nanbisect.evidence import STOPPED
 from nanbisect.executors.local import LocalExecutor
+from nanbisect.gpus import GpuMemory
 from nanbisect.matrix import Cell, Matrix, excluded, expand, run_order
 from nanbisect.matrix_command import settings_of
 from nanbisect.matrix_file import NO_OVERRIDES, Overrides, matrix_to_json, read_matrix
@@ -50,7 +51,7 @@ NOT_USABLE = 1
 def run(path: Path, overrides: Overrides, occasion: Occasion, *, out: Path | None, resume: bool, reports: Path) -> int:
     """`nanbisect run`: every cell, then the report. Returns the exit code."""
     matrix = load(path, overrides)
-    trainer, executor, console = TRAINERS[matrix.trainer], LocalExecutor(warm=True), show.console_for()
+    trainer, executor, console = TRAINERS[matrix.trainer], LocalExecutor(warm=not occasion.cold), show.console_for()
     try:
         store = _to_resume(matrix, out, reports) if resume else None
         console.print("looking at this machine, the recipe and the data", style="dim")
@@ -114,8 +115,8 @@ def rerun(name: str, cell_name: str, *, repeat: int, changes: tuple[str, ...], r
     earlier = CellResult(cell, schedule.counted(store.outcomes(cell)))
     told = next((change.partition("=")[2] for change in changes if change.startswith("seed=")), None)
     changed, variant = with_changes(matrix, cell, changes)
-    occasion = replace(before, environ=dict(os.environ))
-    machine = replace(machine, slots=driving.slots_of(machine.environment, occasion))
+    occasion = replace(before, environ=dict(os.environ), look=GpuMemory(os.environ))
+    machine = replace(machine, slots=driving.slots_of(machine.environment, occasion, matrix.env))
     driver = Driver(changed, trainer, executor, store=store, machine=machine, occasion=occasion)
     target = variant or cell
     seeds = _seeds(earlier, driver, repeat, told)
@@ -229,9 +230,9 @@ def _model(model: str | None) -> str | None:
     return str(path.resolve()) if path.exists() or looks_like_path else model
 
 
-def occasion(arguments: tuple[str, ...], path: Path, *, gpus: str | None = None, jobs: int = 1) -> Occasion:
-    """What belongs to this execution and not to the experiment."""
-    return Occasion(arguments=arguments, matrix_path=str(path), gpus=gpus, jobs=jobs)
+def occasion(arguments: tuple[str, ...], path: Path, **told: Any) -> Occasion:
+    """What belongs to this execution and not to the experiment; `told` are fields of `Occasion`."""
+    return Occasion(arguments=arguments, matrix_path=str(path), look=GpuMemory(os.environ), **told)
 
 
 def exit_code(results: Sequence[CellResult]) -> int:
@@ -259,6 +260,7 @@ def inputs_of(store: Store) -> RunInputs:
         matrix_path=occasion.matrix_path,
         interrupted=any(result.status is None for result in results),
         excluded=sum(1 for _ in excluded(matrix)),
+        notes=store.notes(),
     )
 
 

@@ -58,6 +58,10 @@ Timeout = Annotated[str | None, typer.Option("--timeout", help="Of one attempt: 
 Device = Annotated[str | None, typer.Option("--device", help="auto, cuda or cpu.")]
 Gpus = Annotated[str | None, typer.Option("--gpus", help="GPUs to use, such as 0,2; all visible ones by default.")]
 Jobs = Annotated[int, typer.Option("--jobs", min=1, help="Cells at once on a CPU.")]
+Cold = Annotated[bool, typer.Option("--cold", help="Start a Python of its own for every attempt.")]
+NoCheck = Annotated[
+    bool, typer.Option("--no-check", help="Start a command warm without running one cell both ways first.")
+]
 Out = Annotated[
     Path | None, typer.Option("--out", help="The run folder itself, instead of reports/<matrix>-<date>-<time>.")
 ]
@@ -85,6 +89,8 @@ def run(  # noqa: PLR0913 - a command's options are its parameters
     device: Device = None,
     gpus: Gpus = None,
     jobs: Jobs = 1,
+    cold: Cold = False,
+    no_check: NoCheck = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with --out, or with the latest run of this matrix.")
     ] = False,
@@ -100,7 +106,7 @@ def run(  # noqa: PLR0913 - a command's options are its parameters
     overrides = _overrides(
         model_path, train_jsonl, set_, factor, steps=steps, repeat=repeat, seed=seed, timeout=timeout, device=device
     )
-    occasion = application.occasion(_argv(), matrix, gpus=gpus, jobs=jobs)
+    occasion = application.occasion(_argv(), matrix, gpus=gpus, jobs=jobs, cold=cold, check=not no_check)
     _finish(lambda: application.run(matrix, overrides, occasion, out=out, resume=resume, reports=REPORTS))
 
 

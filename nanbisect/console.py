@@ -17,7 +17,7 @@ from rich.text import Text
 
 from nanbisect.environment.checkup import Checkup
 from nanbisect.environment.levels import Levels
-from nanbisect.events import CellEnded, CellStarted, Event, LevelBlocked, RunEnded, RunStarted
+from nanbisect.events import CellEnded, CellStarted, Event, LevelBlocked, RunEnded, RunStarted, SlotNoted, StartNoted
 from nanbisect.matrix import Cell, Matrix
 from nanbisect.outcome import Outcome, Status, named
 from nanbisect.report.model import Report
@@ -92,6 +92,8 @@ class Plain:
         if isinstance(event, LevelBlocked):
             levels = " ".join(f"{name}={level}" for name, level in event.levels.items())
             return f"not on this machine: {levels}: {event.reason}"
+        if isinstance(event, (SlotNoted, StartNoted)):
+            return event.text
         if isinstance(event, CellEnded) and event.outcome.seconds:
             left = f", about {duration(event.left)} left" if event.left is not None and event.done < event.total else ""
             took = f"{event.outcome.seconds:.1f} s"
@@ -121,6 +123,8 @@ class Lively:
         elif isinstance(event, LevelBlocked):
             levels = " ".join(f"{name}={level}" for name, level in event.levels.items())
             self.notes.append(f"not on this machine: {levels}: {event.reason}")
+        elif isinstance(event, (SlotNoted, StartNoted)):
+            self.notes.append(event.text)
         elif isinstance(event, CellStarted):
             self.started[event.cell.id] = (event.cell, time.monotonic())
         elif isinstance(event, CellEnded):

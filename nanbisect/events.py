@@ -47,6 +47,21 @@ class LevelBlocked:
 
 
 @dataclass(frozen=True)
+class SlotNoted:
+    """A GPU is not used for now, because somebody else has it, or was put aside for good."""
+
+    slot: str
+    text: str
+
+
+@dataclass(frozen=True)
+class StartNoted:
+    """Attempts start otherwise than they could, which costs time and changes no outcome."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class RunEnded:
     """All cells ended, or the run was interrupted."""
 
@@ -54,4 +69,4 @@ class RunEnded:
     interrupted: bool
 
 
-Event = RunStarted | CellStarted | CellEnded | LevelBlocked | RunEnded
+Event = RunStarted | CellStarted | CellEnded | LevelBlocked | SlotNoted | StartNoted | RunEnded

@@ -7,6 +7,7 @@ that the probe was awake and that its settings took effect.
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,8 @@ from typing import Any
 from nanbisect.outcome import Note, Outcome, Site, Smear, Status, number
 
 Line = Mapping[str, Any]
+PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use|port.{0,80}another process is utilizing it", re.I)
+PORT_TAKEN = "port_taken"  # the doubt about an attempt that found its port in use
 SHOWN = 8  # parameters kept in a site
 OF_A_MICRO_BATCH = ("loss", "backward", "forward")  # phases whose micro-batch is known; the others are of a whole step
 
@@ -45,7 +48,8 @@ class Ending:
 class Evidence:
     """All lines of an attempt. `probe` holds the events of all ranks by time, `diary` the trainer's own lines.
 
-    `lost`: lines of the probe are missing or not of the form that its schema gives.
+    `lost`: lines of the probe are missing or not of the form that its schema gives. `port_taken`: the log
+    says that a port was in use.
     """
 
     ending: Ending
@@ -54,6 +58,7 @@ class Evidence:
     armed: bool
     lost: bool = False
     log_tail: tuple[str, ...] = ()
+    port_taken: bool = False
 
     def events(self, kind: str) -> list[Line]:
         """The probe's events of one kind."""
@@ -92,7 +97,7 @@ def judge(evidence: Evidence, *, attempt: int, seed: int, effect_of: Callable[[M
         records=_records(evidence),
         resolved=resolved,
         repairs=_repairs(evidence),
-        doubts=(*_doubts(evidence), *effect.doubts),
+        doubts=(*_doubts(evidence, status), *effect.doubts),
         seconds=evidence.ending.seconds,
         load_seconds=load,
         train_seconds=train,
@@ -380,8 +385,10 @@ def _repairs(evidence: Evidence) -> tuple[Note, ...]:
     )
 
 
-def _doubts(evidence: Evidence) -> tuple[Note, ...]:
+def _doubts(evidence: Evidence, status: Status) -> tuple[Note, ...]:
     notes = []
+    if evidence.port_taken and status is Status.FAILED:
+        notes.append(Note(PORT_TAKEN, "its log says that a port was in use; such an attempt is made once more"))
     skips = [line for line in evidence.events("step") if line["ended"] == "scaler_skip"]
     if skips:
         scales = [number(line["scale"]) for line in skips]
@@ -418,6 +425,11 @@ def resolve(evidence: Evidence) -> dict[str, Any]:
         found["valid_labels"] = counts[0] if counts else {}
         found["valid_labels_equal"] = all(count == counts[0] for count in counts)
     return found
+
+
+def says_port_taken(text: str) -> bool:
+    """Whether a launcher or a library says in a log that it can't listen on its port."""
+    return PORT_IN_USE.search(text) is not None
 
 
 def log_tail(text: str, lines: int = 20) -> tuple[str, ...]:

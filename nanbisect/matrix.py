@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 
@@ -52,7 +53,7 @@ class Cell:
     number: int
     levels: Mapping[str, str]
 
-    @property
+    @cached_property
     def id(self) -> str:
         """`attention=eager,batch_size=8`: readable, and the same under any order of the keys."""
         return ",".join(f"{name}={level}" for name, level in sorted(self.levels.items()))

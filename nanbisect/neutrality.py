@@ -101,6 +101,11 @@ DOUBTS = {
     "attention_otherwise": "Read the level as the recipe's own name for what it does.",
 }
 """Advice for what an attempt doubted."""
+RUN_NOTES = {
+    "gpu_failing": "Look at it with `nvidia-smi -q` and `dmesg`, and leave it out with `--gpus`.",
+    "gpu_taken": "Free it, or name the GPUs to use with `--gpus`.",
+}
+"""Advice for what was noted of a whole run."""
 
 
 # Divergences
@@ -261,6 +266,11 @@ def cell_cautions(
         *_identical_bits(factors, results, neutral_settings),
         *_doubts(results),
     )
+
+
+def run_cautions(notes: Iterable[Note]) -> tuple[Caution, ...]:
+    """What was noted of a whole run, with advice."""
+    return tuple(Caution(note.code, f"{note.text.rstrip('.')}.", RUN_NOTES.get(note.code, "")) for note in notes)
 
 
 def listed(items: Sequence[object], most: int = 6) -> str:

@@ -2,151 +2,61 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
-import nanbisect
 from nanbisect import schedule
 from nanbisect.errors import UsageError
-from nanbisect.events import CellEnded, CellStarted, Event, LevelBlocked, RunEnded, RunStarted
-from nanbisect.evidence import Line, judge
-from nanbisect.executors.base import Executor, Exit, Handle, Task, child_environment
+from nanbisect.events import CellEnded, CellStarted, Event, LevelBlocked, RunEnded, RunStarted, SlotNoted, StartNoted
+from nanbisect.evidence import PORT_TAKEN, judge
+from nanbisect.executors.base import Executor, Exit, Handle, Task, WarmStart, child_environment
+from nanbisect.machine import (
+    POLL,
+    Machine,
+    Occasion,
+    changed_inputs,
+    check_machine,
+    from_run_json,
+    run_json,
+    slot_environment,
+    slots_of,
+    wait,
+)
 from nanbisect.matrix import Cell, Matrix, expand, run_order
-from nanbisect.matrix_file import matrix_from_json, matrix_to_json
-from nanbisect.outcome import CellResult, Outcome, Status
-from nanbisect.store import DIARY, Store, fingerprint, read_evidence, read_lines
+from nanbisect.outcome import CellResult, Note, Outcome, Status
+from nanbisect.pool import Pool
+from nanbisect.slots import Trial
+from nanbisect.store import DIARY, Store, read_evidence, read_lines
 from nanbisect.trainers.base import Launch, Trainer
+from nanbisect.warm_check import WarmCheck
+
+__all__ = [
+    "BadFirstCell",
+    "Driver",
+    "Listener",
+    "Machine",
+    "Occasion",
+    "changed_inputs",
+    "check_machine",
+    "default_folder",
+    "execute",
+    "from_run_json",
+    "interruptible",
+    "pick_cell",
+    "run_json",
+    "slot_environment",
+    "slots_of",
+]
 
 Listener = Callable[[Event], None]
-POLL = 0.05
-CHECK_TIMEOUT = 900.0
 MAY_END_OTHERWISE = (Status.FAILED, Status.TIMED_OUT, Status.OUT_OF_MEMORY)  # tried again by --resume, once
 RETRIES = 1  # of an attempt that somebody killed, in one run; --resume tries again
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What the check found: `environment` for the report, levels this machine can't run, and its slots."""
-
-    environment: Mapping[str, Any]
-    blocked: tuple[tuple[Mapping[str, str], str], ...]
-    slots: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Occasion:
-    """What belongs to this execution and not to the experiment: where, how many at once, as typed."""
-
-    arguments: tuple[str, ...] = ()
-    matrix_path: str = ""
-    gpus: str | None = None
-    jobs: int = 1
-    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    sleep: Callable[[float], None] = time.sleep
-
-
-def check_machine(matrix: Matrix, trainer: Trainer, executor: Executor, occasion: Occasion) -> Machine:
-    """Try this machine, the recipe and the data once. Raises UsageError for what can't be used."""
-    with tempfile.TemporaryDirectory(prefix="nanbisect-check-") as name:
-        looked = look(trainer.check(matrix, folder=Path(name)), Path(name), executor, occasion)
-    end = looked.end
-    if end is None or end["how"] not in ("done", "bad_input", "unsupported"):
-        said = f": {end['text']}" if end else ""
-        raise UsageError(
-            "\n".join([f"this machine could not be checked{said}", *looked.tail, "try: the command above by hand"])
-        )
-    if end["how"] != "done":
-        raise UsageError(end["text"])
-    environment = {key: value for line in looked.of("environment") for key, value in line.items()}
-    environment = {k: v for k, v in environment.items() if k not in ("kind", "at")}
-    blocked = tuple(({line["setting"]: line["level"]}, line["reason"]) for line in looked.of("level"))
-    return Machine({**environment, "nanbisect": nanbisect.__version__}, blocked, slots_of(environment, occasion))
-
-
-@dataclass(frozen=True)
-class Looked:
-    """What a process that only looks around left: its lines, its end, and the end of its log."""
-
-    lines: tuple[Line, ...]
-    ended: Exit
-    tail: tuple[str, ...]
-
-    def of(self, kind: str) -> tuple[Line, ...]:
-        """Its lines of that kind."""
-        return tuple(line for line in self.lines if line["kind"] == kind)
-
-    @property
-    def end(self) -> Line | None:
-        """How it says that it ended; None if it did not come to that."""
-        return next(iter(self.of("end")), None)
-
-
-def look(launch: Launch, folder: Path, executor: Executor, occasion: Occasion) -> Looked:
-    """Run a process that looks around and writes its lines into the diary in `folder`, in the environment of a cell."""
-    env = child_environment(occasion.environ, set=launch.env)
-    handle = executor.start(Task(launch.argv, env, Path(launch.workdir), folder, CHECK_TIMEOUT))
-    ended = _wait(executor, handle)
-    return Looked(tuple(read_lines(folder / DIARY)), ended, read_evidence(folder).log_tail)
-
-
-def slots_of(environment: Mapping[str, Any], occasion: Occasion) -> tuple[str, ...]:
-    """One slot a GPU, inside the user's own CUDA_VISIBLE_DEVICES; on a CPU `jobs` of them."""
-    if str(environment.get("device", "cpu")).startswith("cpu"):
-        if occasion.gpus is not None:
-            raise UsageError(f"--gpus {occasion.gpus}: this run is on the CPU\ntry: --jobs for cells at once on a CPU")
-        return tuple(f"cpu{index}" for index in range(occasion.jobs))
-    visible = [name for name in occasion.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    there = visible or [str(index) for index in range(len(environment.get("gpus", ())))]
-    if occasion.gpus is None:
-        return tuple(there)
-    wanted = [name.strip() for name in occasion.gpus.split(",")]
-    missing = [name for name in wanted if name not in there]
-    if missing:
-        raise UsageError(f"--gpus {occasion.gpus}: no GPU {', '.join(missing)}; there are {', '.join(there)}")
-    return tuple(wanted)
-
-
-def slot_environment(slot: str, occasion: Occasion) -> dict[str, str]:
-    """What makes a slot's device, and nothing else, visible; several CPU slots share the cores."""
-    if not slot.startswith("cpu"):
-        return {"CUDA_VISIBLE_DEVICES": slot}
-    share = max(1, (os.cpu_count() or 1) // occasion.jobs)
-    threads = {"OMP_NUM_THREADS": str(share)} if occasion.jobs > 1 and "OMP_NUM_THREADS" not in occasion.environ else {}
-    return {"CUDA_VISIBLE_DEVICES": "", **threads}
-
-
-def run_json(matrix: Matrix, trainer: Trainer, machine: Machine, occasion: Occasion) -> dict[str, Any]:
-    """What `run.json` records."""
-    return {
-        "matrix": matrix_to_json(matrix),
-        "inputs": {name: fingerprint(path) for name, path in trainer.inputs(matrix).items()},
-        "matrix_path": occasion.matrix_path,
-        "arguments": list(occasion.arguments),
-        "environment": machine.environment,
-        "blocked": [[dict(levels), reason] for levels, reason in machine.blocked],
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
-
-
-def changed_inputs(run: Mapping[str, Any], trainer: Trainer, matrix: Matrix) -> tuple[str, ...]:
-    """Names of inputs that are not what they were when the run began."""
-    now = {name: fingerprint(path) for name, path in trainer.inputs(matrix).items()}
-    return tuple(name for name, mark in run.get("inputs", {}).items() if now.get(name) != mark)
-
-
-def from_run_json(data: Mapping[str, Any]) -> tuple[Matrix, Machine, Occasion]:
-    """The inverse of `run_json`; slots are not kept."""
-    blocked = tuple((levels, reason) for levels, reason in data["blocked"])
-    occasion = Occasion(arguments=tuple(data["arguments"]), matrix_path=data["matrix_path"])
-    return matrix_from_json(data["matrix"]), Machine(data["environment"], blocked, ()), occasion
 
 
 @dataclass
@@ -157,9 +67,10 @@ class Running:
     number: int
     seed: int
     folder: Path
-    slot: str
+    slots: tuple[str, ...]
     handle: Handle
     began: float
+    warm: WarmStart | None = None  # how it may have started
 
 
 class Driver:
@@ -180,16 +91,18 @@ class Driver:
         self.cells = expand(matrix)
         self.blocked = list(machine.blocked)
         self.running: list[Running] = []
-        self.free = list(machine.slots)
-        if self._slots_of_a_cell > len(self.free) > 0:
-            raise UsageError(
-                f"gpus_per_cell is {matrix.gpus_per_cell}, and there are {len(self.free)} GPUs\ntry: a smaller number"
-            )
-        self.trained = any(outcome.judged for result in self.results() for outcome in result.attempts)
+        known = [outcome for result in self.results() for outcome in result.attempts if outcome.judged]
+        self.usable = bool(known)  # whether some cell has shown that the model and the data are
+        peak = max((outcome.memory_bytes or 0 for outcome in known), default=0)
+        self.pool = Pool(machine, matrix.gpus_per_cell, occasion, peak=peak or None)
+        self.pool.tell = self._slot_noted
         self.seeds = [self.seed(index) for index in range(1, matrix.repeat + 1)]
-        self.killed: dict[str, int] = {}
         self.once_more: set[str] = set()
+        self.other_port: set[str] = set()  # cells that were given a second port
+        self.controls: frozenset[str] = frozenset()
+        self.expected: schedule.Forecast | None = None
         self.work = trainer.work(matrix, self.cells)
+        self.warm = WarmCheck(wanted=occasion.check)
         self.variant = False
         self.echo: Listener = lambda event: None
 
@@ -199,10 +112,13 @@ class Driver:
         """Make every attempt that is missing. Ctrl-C and TERM stop cleanly, then raise KeyboardInterrupt."""
         self.echo = listener
         order = run_order(self.matrix, self.cells, lambda cell: schedule.blocked_by(cell, self.blocked) is None)
+        first = 2 if order and order[0].levels == self.matrix.baseline else 1
+        self.controls = frozenset(cell.id for cell in order[:first])
         self.executor.recover(self.store.folder)
         results = {cell.id: CellResult(cell, self._finished(cell)) for cell in order}
+        self.expected = schedule.forecast(tuple(results.values()), self.work)
         self.once_more = {name for name, result in results.items() if result.status in MAY_END_OTHERWISE}
-        listener(RunStarted(str(self.store), order, sum(self._done(result) for result in results.values())))
+        listener(RunStarted(str(self.store), order, self._done(results)))
         for levels, reason in self.blocked:
             listener(LevelBlocked(levels, reason))
         with interruptible():
@@ -221,29 +137,74 @@ class Driver:
 
     def _loop(self, results: dict[str, CellResult]) -> None:
         while True:
-            for attempt in self._startable(results):
-                reason = schedule.blocked_by(attempt.cell, self.blocked)
-                if reason is not None:
-                    self._keep_blocked(attempt, reason, results)
-                elif len(self.free) >= self._slots_of_a_cell:
-                    self._start(attempt)
-                else:
-                    break
-            if not self.running and not self._startable(results):
-                return
-            for ended in self._poll():
-                self._keep(ended, self._judge(ended), results)
-            if self.running:
+            waiting = self._start_some(results) if self.pool.has_room else True
+            if not self.running:
+                if not waiting:
+                    return
+                self.pool.require()
+            if not self._keep_ended(results):
                 self.occasion.sleep(POLL)
 
+    def _keep_ended(self, results: dict[str, CellResult]) -> bool:
+        """Takes in what has ended; whether anything had, so that its slot need not wait."""
+        some = False
+        for ended in self._poll():
+            self._keep(ended, self._judge(ended), results)
+            some = True
+        for text in self.executor.remarks():
+            self.echo(StartNoted(text))
+        return some
+
+    def _start_some(self, results: dict[str, CellResult]) -> bool:
+        """As many as there are slots for, in turn. Returns whether any wanted to."""
+        for attempt in self._startable(results):
+            reason = schedule.blocked_by(attempt.cell, self.blocked)
+            if reason is not None:
+                self._keep_blocked(attempt, reason, results)
+        attempts = self._startable(results)
+        if attempts:
+            last = not self.running and not self._pending(results)
+            waiting = self._in_turn(attempts, last=last)
+            for attempt, slots in self.pool.place([(attempt, attempt.cell.id) for attempt in waiting], last=last):
+                self._start(attempt, slots)
+        return bool(attempts)
+
     def _startable(self, results: Mapping[str, CellResult]) -> list[schedule.Attempt]:
-        """Attempts to make now. The first cell goes alone: it shows whether model and data can be used."""
-        under_way = {entry.attempt.cell.id for entry in self.running}
-        given_up = [name for name, times in self.killed.items() if times > RETRIES]
-        attempts = schedule.pending(tuple(results.values()), seeds=self.seeds, running=under_way, given_up=given_up)
-        if self.trained:
+        """Attempts to make now. The first cell goes alone until it has shown that model and data can be used."""
+        attempts = self._pending(results)
+        if not attempts and not self.running:
+            attempts = self._pending(results, last=True)
+        if self.usable or self._first_is_usable():
             return attempts
         return attempts[:1] if not self.running else []
+
+    def _pending(
+        self, results: Mapping[str, CellResult], *, last: bool = False, running: Collection[str] | None = None
+    ) -> list[schedule.Attempt]:
+        """Attempts still to make. `last`: nothing else is left, so a GPU is doubted for a single failure."""
+        if running is None:
+            running = {entry.attempt.cell.id for entry in self.running}
+        again = {*self.once_more, *self.pool.to_repeat(last=last)}
+        return schedule.pending(
+            tuple(results.values()),
+            seeds=self.seeds,
+            running=running,
+            given_up=self.pool.killed(RETRIES) - again,
+            again=again,
+        )
+
+    def _in_turn(self, attempts: Sequence[schedule.Attempt], *, last: bool) -> list[schedule.Attempt]:
+        """On one slot as `plan` shows; on several what tells of a doubted GPU, the controls, then the longest."""
+        if self.pool.at_once == 1 or self.expected is None:
+            return list(attempts)
+        again = self.pool.to_repeat(last=last)
+        ordered = schedule.in_turn(attempts, self.expected, repeat=len(self.seeds), controls=self.controls)
+        return sorted(ordered, key=lambda attempt: attempt.cell.id not in again)
+
+    def _first_is_usable(self) -> bool:
+        """Whether the cell under way has got as far as calling its model with a batch."""
+        self.usable = any(read_evidence(entry.folder).events("root") for entry in self.running)
+        return self.usable
 
     def _finished(self, cell: Cell) -> tuple[Outcome, ...]:
         """Outcomes on disk; an attempt without one is judged from what its dead driver left."""
@@ -261,48 +222,52 @@ class Driver:
         lines = [line for line in read_lines(folder / DIARY) if line["kind"] == "loaded"]
         return int(lines[0]["resolved"].get("seed", 0)) if lines else self.seed(1)
 
-    def _done(self, result: CellResult) -> bool:
-        given_up = self.killed.get(result.cell.id, 0) > RETRIES
-        return given_up or not schedule.pending([result], seeds=self.seeds, again=self.once_more)
+    def _done(self, results: Mapping[str, CellResult]) -> int:
+        """How many cells have nothing left to do; those under way have."""
+        return len(results) - len(self._pending(results, running=()))
 
     # one attempt -------------------------------------------------------------------------------
-
-    @property
-    def _slots_of_a_cell(self) -> int:
-        """A cell on a CPU has one slot; on GPUs as many as the matrix says, or all."""
-        if self.machine.slots and self.machine.slots[0].startswith("cpu"):
-            return 1
-        return self.matrix.gpus_per_cell or max(1, len(self.machine.slots))
 
     def seed(self, index: int) -> int:
         """The seed of a cell's attempt `index`: the same in every cell."""
         return int(self.matrix.settings.get("seed", "0")) + index - 1
 
-    def _start(self, attempt: schedule.Attempt, *, seed: int | None = None) -> None:
-        number, folder = self.store.new_attempt(attempt.cell, variant=self.variant)
+    def _start(self, attempt: schedule.Attempt, slots: tuple[str, ...], *, seed: int | None = None) -> None:
         seed = self.seed(attempt.index) if seed is None else seed
-        taken, self.free = self.free[: self._slots_of_a_cell], self.free[self._slots_of_a_cell :]
-        slot = ",".join(taken)
-        launch = self.trainer.launch(self.matrix, attempt.cell, seed=seed, folder=folder)
-        offline = {"HF_HUB_OFFLINE": "1"} if launch.from_hub and self.trained else {}
-        added = {**offline, **launch.env, **slot_environment(slot, self.occasion)}
-        env = child_environment(self.occasion.environ, set=added)
-        task = Task(launch.argv, env, Path(launch.workdir), folder, self.matrix.timeout, tuple(taken), launch.warm)
         try:
-            handle = self.executor.start(task)
+            number, folder = self.store.new_attempt(attempt.cell, variant=self.variant)
+            launch = self.trainer.launch(self.matrix, attempt.cell, seed=seed, folder=folder)
+            task = self._task(launch, folder, slots)
+            handle = self.executor.start(replace(task, warm=self.warm.start(launch.warm)))
         except BaseException:
-            self.free = taken + self.free
+            self.pool.release(slots)
             raise
-        self.running.append(Running(attempt, number, seed, folder, slot, handle, time.monotonic()))
-        self.echo(CellStarted(attempt.cell, number, slot))
+        now = self.occasion.clock()
+        self.running.append(Running(attempt, number, seed, folder, slots, handle, now, launch.warm))
+        self.echo(CellStarted(attempt.cell, number, ",".join(slots)))
+
+    def _task(self, launch: Launch, folder: Path, slots: tuple[str, ...]) -> Task:
+        offline = {"HF_HUB_OFFLINE": "1"} if launch.from_hub and self.usable else {}
+        added = {**offline, **launch.env, **slot_environment(slots, self.occasion, launch.env)}
+        env = child_environment(self.occasion.environ, set=added)
+        return Task(launch.argv, env, Path(launch.workdir), folder, self.matrix.timeout, slots, launch.warm)
+
+    def _compare(self, entry: Running, cold: Outcome) -> None:
+        """The same cell once more, warm, before others of the same command may start so."""
+        folder = self.store.scratch()
+        launch = self.trainer.launch(self.matrix, entry.attempt.cell, seed=entry.seed, folder=folder)
+        ended = wait(self.executor, self.executor.start(self._task(launch, folder, entry.slots)))
+        warm = self._judge_folder(entry.attempt.cell, folder, number=entry.number, seed=entry.seed, ended=ended)
+        said = self.warm.settle(cold, warm)
+        if said is not None:
+            self.echo(StartNoted(said))
 
     def _poll(self) -> Iterator[tuple[Running, Exit]]:
         for entry in list(self.running):
             ended = self.executor.poll(entry.handle)
             if ended is not None:
                 self.running.remove(entry)
-                self.free += entry.slot.split(",")
-                self.free.sort(key=self.machine.slots.index)
+                self.pool.release(entry.slots)
                 yield entry, ended
 
     def _judge(self, ended: tuple[Running, Exit]) -> Outcome:
@@ -328,33 +293,50 @@ class Driver:
         if outcome.blocked and entry.attempt.cell.levels.items() >= outcome.blocked.items():
             self.blocked.append((outcome.blocked, outcome.reason))
             self.echo(LevelBlocked(outcome.blocked, outcome.reason))
+        self._learn(entry.attempt.cell, entry.slots, outcome)
         self._tell(entry.attempt.cell, outcome, results)
+        if not self.occasion.cold and self.warm.due(entry.warm, outcome) and len(self._pending(results)) > 1:
+            self._compare(entry, outcome)
+
+    def _learn(self, cell: Cell, slots: tuple[str, ...], outcome: Outcome) -> None:
+        """What an attempt says beyond its own end: of the inputs, of its GPU, and that a port was taken."""
+        self.usable = self.usable or outcome.judged
+        self.once_more.discard(cell.id)
+        if PORT_TAKEN in (note.code for note in outcome.doubts) and cell.id not in self.other_port:
+            self.other_port.add(cell.id)
+            self.once_more.add(cell.id)
+        else:
+            self.pool.ended(Trial((cell.id, outcome.seed), slots, outcome.status), outcome.memory_bytes)
+
+    def _slot_noted(self, slot: str, note: Note) -> None:
+        """Says what is to be said of a slot; what holds for good stays with the run."""
+        if slot in self.pool.aside:
+            self.store.add_note(note)
+        self.echo(SlotNoted(slot, note.text))
 
     def _keep_blocked(self, attempt: schedule.Attempt, reason: str, results: dict[str, CellResult]) -> None:
         number, folder = self.store.new_attempt(attempt.cell)
         outcome = Outcome(Status.UNSUPPORTED, reason, attempt=number, seed=self.seed(attempt.index))
         self.store.write_outcome(folder, outcome)
+        self._learn(attempt.cell, (), outcome)
         self._tell(attempt.cell, outcome, results)
 
     def _tell(self, cell: Cell, outcome: Outcome, results: dict[str, CellResult]) -> None:
-        self.trained = self.trained or outcome.judged
-        if outcome.status is Status.KILLED:
-            self.killed[cell.id] = self.killed.get(cell.id, 0) + 1
-        self.once_more.discard(cell.id)
         before = results[cell.id]
         results[cell.id] = replace(before, attempts=(*before.attempts, outcome))
-        done = sum(self._done(result) for result in results.values())
+        self.expected = schedule.forecast(tuple(results.values()), self.work)
+        done = self._done(results)
         self.echo(CellEnded(cell, outcome, done, len(results), self._time_left(results)))
 
     def _time_left(self, results: Mapping[str, CellResult]) -> float | None:
         open_ = [result for result in results.values() if schedule.blocked_by(result.cell, self.blocked) is None]
-        now = time.monotonic()
+        now = self.occasion.clock()
         return schedule.time_left(
             open_,
             seeds=self.seeds,
             elapsed={entry.attempt.cell.id: now - entry.began for entry in self.running},
             work=self.work,
-            slots=len(self.machine.slots),
+            slots=self.pool.at_once,
         )
 
     def _stop(self, results: dict[str, CellResult]) -> None:
@@ -373,12 +355,11 @@ class Driver:
     ) -> tuple[Outcome, ...]:
         """Further attempts of one cell, one after another, with these seeds."""
         self.echo, self.variant = listener, variant
-        self.free = self.free[: self._slots_of_a_cell]
         outcomes = []
         with interruptible():
             for index, seed in enumerate(seeds, start=1):
-                self._start(schedule.Attempt(cell, index), seed=seed)
                 try:
+                    self._start_alone(schedule.Attempt(cell, index), seed)
                     while not (ended := list(self._poll())):
                         self.occasion.sleep(POLL)
                 except BaseException:
@@ -389,6 +370,13 @@ class Driver:
                 listener(CellEnded(cell, outcome, index, len(seeds), None))
                 outcomes.append(outcome)
         return tuple(outcomes)
+
+    def _start_alone(self, attempt: schedule.Attempt, seed: int) -> None:
+        """On the first slots that have memory for it."""
+        while not (placed := list(self.pool.place([(attempt, attempt.cell.id)]))):
+            self.pool.require()
+            self.occasion.sleep(POLL)
+        self._start(attempt, placed[0][1], seed=seed)
 
 
 class BadFirstCell(UsageError):
@@ -422,18 +410,6 @@ def interruptible() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _wait(executor: Executor, handle: Handle) -> Exit:
-    try:
-        while (ended := executor.poll(handle)) is None:
-            time.sleep(POLL)
-    except BaseException:
-        executor.stop(handle)
-        while executor.poll(handle) is None:
-            time.sleep(POLL)
-        raise
-    return ended
 
 
 def pick_cell(cells: Sequence[Cell], text: str) -> Cell:

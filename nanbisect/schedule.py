@@ -1,7 +1,8 @@
-"""Which attempt runs next, in which slot, and how long the rest will take. Pure."""
+"""Which attempt runs next, and how long the rest will take. Pure."""
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,6 +68,25 @@ def blocked_by(cell: Cell, blocked: Sequence[tuple[Mapping[str, str], str]]) -> 
     return None
 
 
+Forecast = Callable[[Cell], float]
+"""Predicts the seconds of one attempt of a cell."""
+
+
+def in_turn(
+    attempts: Sequence[Attempt], expected: Forecast, *, repeat: int, controls: Collection[str]
+) -> list[Attempt]:
+    """The order for several slots: the cells in `controls` as they are, then the longest first.
+
+    A long cell that starts last would keep one slot busy while the others have nothing left to do. A cell
+    counts with all its attempts that are missing of `repeat`, which follow one another. Among equals the
+    order stays.
+    """
+    first = [attempt for attempt in attempts if attempt.cell.id in controls]
+    rest = [attempt for attempt in attempts if attempt.cell.id not in controls]
+    rest.sort(key=lambda attempt: -(repeat + 1 - attempt.index) * expected(attempt.cell))
+    return first + rest
+
+
 def time_left(
     results: Sequence[CellResult],
     *,
@@ -78,9 +98,39 @@ def time_left(
     """Seconds to the end of the run; None before the first cell has ended.
 
     `work[cell id]` is the number of micro-batches a cell has to do, `elapsed` the seconds of cells under
-    way. Loading is taken as the median so far. Training is so long for a cell as the product of what each
-    of its levels has shown to cost (`level_costs`), times the share of its work that a cell gets through
-    on average: failing cells stop early.
+    way, `slots` how many may be under way together.
+    """
+    expected = forecast(results, work)
+    if expected is None:
+        return None
+    left = {}
+    for result in results:
+        done = counted(result.attempts)
+        missing = len({*seeds} - {outcome.seed for outcome in done}) if _worth_it(done, seeds) else 0
+        left[result.cell.id] = max(0.0, missing * expected(result.cell) - elapsed.get(result.cell.id, 0.0))
+    return makespan(
+        [seconds for cell, seconds in left.items() if cell in elapsed],
+        [seconds for cell, seconds in left.items() if cell not in elapsed],
+        slots=slots,
+    )
+
+
+def makespan(under_way: Sequence[float], waiting: Sequence[float], *, slots: int) -> float:
+    """Seconds until all have ended, when each in `waiting`, longest first, takes the slot that is free first."""
+    idle = max(0, max(1, slots) - len(under_way))
+    ends = [*under_way, *[0.0] * idle]
+    heapq.heapify(ends)
+    for seconds in sorted(waiting, reverse=True):
+        heapq.heapreplace(ends, ends[0] + seconds)
+    return max(ends)
+
+
+def forecast(results: Sequence[CellResult], work: Mapping[str, float]) -> Forecast | None:
+    """What the attempts so far foretell; None before any has ended.
+
+    Loading is taken as the median so far. Training is so long for a cell as the product of what each of
+    its levels has shown to cost (`level_costs`), times the share of its work that a cell gets through on
+    average: failing cells stop early.
     """
     trainings = _trainings(results, work)
     if not trainings:
@@ -88,13 +138,7 @@ def time_left(
     load = median(training.load for training in trainings)
     share = fmean(training.share for training in trainings)
     costs = level_costs([(training.cell, training.whole) for training in trainings[-RECENT:]])
-    total = 0.0
-    for result in results:
-        done = counted(result.attempts)
-        missing = len({*seeds} - {outcome.seed for outcome in done}) if _worth_it(done, seeds) else 0
-        one = load + share * costs(result.cell)
-        total += max(0.0, missing * one - elapsed.get(result.cell.id, 0.0))
-    return total / max(1, slots)
+    return lambda cell: load + share * costs(cell)
 
 
 @dataclass(frozen=True)
@@ -116,10 +160,12 @@ def _trainings(results: Sequence[CellResult], work: Mapping[str, float]) -> list
                 share = min(1.0, outcome.micro_batches / micro)
                 load = outcome.load_seconds or 0.0
                 found.append(Training(result.cell, load, outcome.train_seconds / share, share))
+            elif outcome.train_seconds is None and outcome.judged and outcome.seconds:
+                found.append(Training(result.cell, 0.0, outcome.seconds, 1.0))  # a command tells no more
     return found
 
 
-def level_costs(seconds: Sequence[tuple[Cell, float]]) -> Callable[[Cell], float]:
+def level_costs(seconds: Sequence[tuple[Cell, float]]) -> Forecast:
     """Predicts a cell's seconds from cells seen: a common factor times one factor a level.
 
     Least squares on logarithms; the pull to 1, of a fiftieth of an observation a level, only settles what

@@ -1,6 +1,7 @@
 """The run folder: what is in it and how it is written. The only module that knows file names.
 
     <run>/run.json                                  the matrix as read, arguments, environment
+    <run>/notes.jsonl                               what is to be said of the whole run, such as a GPU put aside
     <run>/cells/<slug>-<8 hex>/attempt-1/           outcome.json, exit.json, events.*.jsonl, trainer.jsonl, log.txt
     <run>/variants/<slug>-<8 hex>/attempt-1/        the same, for `rerun --with`
     <run>/results.csv, result.json, report.md
@@ -26,13 +27,15 @@ from pathlib import Path
 from typing import Any
 
 from nanbisect.errors import StoreError
-from nanbisect.evidence import Ending, Evidence, Line, log_tail
+from nanbisect.evidence import Ending, Evidence, Line, log_tail, says_port_taken
 from nanbisect.executors.base import Exit, read_exit
 from nanbisect.matrix import Cell
-from nanbisect.outcome import Outcome, jsonable
+from nanbisect.outcome import Note, Outcome, jsonable
 
 SCHEMA = 1
 RUN, RESULT, CSV, REPORT, LOCK = "run.json", "result.json", "results.csv", "report.md", ".lock"
+NOTES = "notes.jsonl"
+SCRATCH = "warm-check"
 IGNORE, IGNORE_ALL = ".gitignore", "*\n"
 OUTCOME, LOG, DIARY, ARMED = "outcome.json", "log.txt", "trainer.jsonl", "armed.jsonl"
 TAIL_BYTES = 1 << 16
@@ -147,11 +150,28 @@ class Store:
         self._write(CSV, csv)
         self._write(RESULT, json.dumps(jsonable(result), indent=1, allow_nan=False))
 
+    def scratch(self) -> Path:
+        """A folder for an attempt that counts for nothing."""
+        folder = self.folder / SCRATCH
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        return folder
+
+    def add_note(self, note: Note) -> None:
+        """Keep what is to be said of the whole run, once."""
+        if note not in self.notes():
+            with explained(self.folder / NOTES), (self.folder / NOTES).open("a", encoding="utf-8") as handle:
+                handle.write(json.dumps({"code": note.code, "text": note.text}) + "\n")
+
+    def notes(self) -> tuple[Note, ...]:
+        """What is to be said of the whole run, oldest first."""
+        return tuple(Note(line["code"], line["text"]) for line in read_lines(self.folder / NOTES))
+
     def discard(self) -> None:
         """Remove what `create` made of a run that never began (a bad input found by its first cell)."""
         for name in ("cells", "variants"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
-        for name in (RUN, IGNORE, LOCK):
+        for name in (RUN, NOTES, IGNORE, LOCK):
             (self.folder / name).unlink(missing_ok=True)
         if self.made:
             with contextlib.suppress(OSError):  # somebody put something into it
@@ -175,13 +195,15 @@ def read_evidence(folder: Path, ended: Exit | None = None) -> Evidence:
     ended = ended or read_exit(folder) or Exit(why="lost")
     ending = Ending(ended.why, ended.code, ended.signal, ended.seconds, ended.oom_kill)
     files = [read_lines(path) for path in sorted(folder.glob("events.*.jsonl"))]
+    log = _tail(folder / LOG)
     return Evidence(
         ending=ending,
         probe=tuple(sorted((line for lines in files for line in lines), key=lambda line: line.get("time", 0.0))),
         diary=tuple(read_lines(folder / DIARY)),
         armed=(folder / ARMED).is_file(),
         lost=not all(whole(lines) for lines in files),
-        log_tail=log_tail(_tail(folder / LOG)),
+        log_tail=log_tail(log),
+        port_taken=says_port_taken(log),
     )
 
 

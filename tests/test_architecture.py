@@ -14,7 +14,7 @@ import nanbisect
 PACKAGE = Path(nanbisect.__file__).parent
 HEAVY = {"torch", "transformers", "accelerate", "pandas", "matplotlib", "jinja2", "numpy"}
 LOOK = "environment/look.py"  # the doctor's, which runs in the Python that trains
-TRAINING = ("trainers/sft/", "probe/", LOOK)  # what runs in the training process
+TRAINING = ("trainers/sft/", "probe/", "executors/warm/launcher.py", LOOK)  # what runs in the training process
 PURE = (
     "environment/row.py",
     "environment/levels.py",
@@ -32,10 +32,10 @@ FLOORS = (
             "matrix_file",
             "matrix_schema",
         ),
-        *("evidence", "neutrality", "combinations", "attribution", "search", "schedule", "tables", "report"),
+        *("evidence", "neutrality", "combinations", "attribution", "search", "schedule", "slots", "tables", "report"),
     ),
-    ("executors", "store", "trainers"),
-    ("run", "watch", "environment"),
+    ("executors", "gpus", "ports", "store", "trainers"),
+    ("machine", "pool", "warm_check", "run", "watch", "environment"),
     ("console", "app", "cli", "__main__"),
 )
 NO_EFFECTS = {"os", "time", "random", "pathlib", "subprocess", "socket", "tempfile", "threading", "secrets", "shutil"}

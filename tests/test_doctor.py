@@ -27,7 +27,7 @@ from nanbisect.executors.base import Exit
 from nanbisect.executors.local import LocalExecutor
 from nanbisect.matrix import Factor, Matrix
 from nanbisect.matrix_file import NO_OVERRIDES
-from nanbisect.run import Looked, Occasion
+from nanbisect.machine import Looked, Occasion
 from nanbisect.trainers.registry import TRAINERS
 from tests.commands import ROOT, nanbisect
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanbisect.errors import UsageError
-from nanbisect.events import CellEnded, Event, LevelBlocked, RunEnded
+from nanbisect.events import CellEnded, Event, LevelBlocked, RunEnded, RunStarted
 from nanbisect.executors.base import Exit
 from nanbisect.executors.scripted import Scripted, ScriptedExecutor
 from nanbisect.matrix import Matrix, expand
@@ -143,6 +143,42 @@ def test_cells_that_are_not_judged_do_not_stop_the_run(tmp_path: Path, end: Exit
     results = go(driver_for(tmp_path / "r", executor))
     assert [result.status for result in results].count(status) == 4
     assert [result.status for result in results].count(Status.FINITE) == 8
+
+
+def test_resuming_tries_once_more_what_may_end_otherwise(tmp_path: Path) -> None:
+    """Failed, timed out, out of memory: made again with its seed, and only once; an unsupported level is not."""
+    ends = {"1": Exit("exited", code=1), "2": Exit("timed_out")}
+    matrix = fakes.matrix_of(b=("0", "1", "2"), seedless=("x", "y"))
+    go(driver_for(tmp_path / "r", fakes.executor_for(lambda levels: False, ends=ends), matrix=matrix))
+    told: list[int] = []
+
+    def listener(event: Event) -> None:
+        if isinstance(event, RunStarted):
+            told.append(event.kept)
+        if isinstance(event, CellEnded):
+            told.append(event.done)
+
+    mended = fakes.executor_for(lambda levels: False, ends={"2": Exit("timed_out")})
+    results = go(driver_for(tmp_path / "r", mended, matrix=matrix), listener)
+    assert len(mended.starts) == 4
+    assert told == [2, 3, 4, 5, 6]
+    statuses = [[outcome.status for outcome in result.attempts] for result in results]
+    assert statuses[2:4] == [[Status.FAILED, Status.FINITE]] * 2
+    assert statuses[4:] == [[Status.TIMED_OUT, Status.TIMED_OUT]] * 2
+    assert {outcome.seed for result in results for outcome in result.attempts} == {0}
+
+
+def test_resuming_meets_a_level_that_is_blocked_by_now(tmp_path: Path) -> None:
+    """What failed before and can't run any more is unsupported, and the run comes to its end."""
+    matrix = fakes.matrix_of(b=("0", "1"))
+    go(
+        driver_for(
+            tmp_path / "r", fakes.executor_for(lambda levels: False, ends={"1": Exit("exited", code=1)}), matrix=matrix
+        )
+    )
+    machine = replace(fakes.MACHINE, blocked=(({"b": "1"}, "gone"),))
+    results = go(driver_for(tmp_path / "r", fakes.executor_for(lambda levels: False), matrix=matrix, machine=machine))
+    assert [outcome.status for outcome in results[1].attempts] == [Status.FAILED, Status.UNSUPPORTED]
 
 
 class StopError(Exception):

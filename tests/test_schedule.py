@@ -108,8 +108,47 @@ def test_no_estimate_before_the_first_cell_has_ended() -> None:
 
 
 def test_slots_and_elapsed_time_shorten_the_rest() -> None:
-    """Two slots halve it; what has passed is taken off."""
+    """What has passed is taken off; the last cell can't be shared out."""
     results = [result(1, Status.FINITE), result(2), result(3)]
     work = {r.cell.id: 4.0 for r in results}
     assert schedule.time_left(results, seeds=[0], elapsed={}, work=work, slots=1) == pytest.approx(12.0)
-    assert schedule.time_left(results, seeds=[0], elapsed={"n=2": 4.0}, work=work, slots=2) == pytest.approx(4.0)
+    assert schedule.time_left(results, seeds=[0], elapsed={"n=2": 4.0}, work=work, slots=2) == pytest.approx(6.0)
+
+
+def test_the_controls_come_first_then_the_longest() -> None:
+    """A cell counts with all that is missing of its repeats; equals stay as they are."""
+    cells = [Cell(number, {"n": str(number)}) for number in range(1, 6)]
+    attempts = [schedule.Attempt(cell, 2 if cell.number == 5 else 1) for cell in cells]
+    seconds = {1: 1.0, 2: 1.0, 3: 5.0, 4: 5.0, 5: 6.0}
+    ordered = schedule.in_turn(
+        attempts, lambda cell: seconds[cell.number], repeat=2, controls={cells[0].id, cells[1].id}
+    )
+    assert [attempt.cell.number for attempt in ordered] == [1, 2, 3, 4, 5]
+    once = [schedule.Attempt(cell, 1) for cell in cells]
+    ordered = schedule.in_turn(once, lambda cell: seconds[cell.number], repeat=1, controls={cells[1].id})
+    assert [attempt.cell.number for attempt in ordered] == [2, 5, 3, 4, 1]
+
+
+@given(
+    under_way=st.lists(st.floats(0, 50), max_size=4),
+    waiting=st.lists(st.floats(0, 50), max_size=12),
+    slots=st.integers(1, 5),
+)
+def test_the_makespan_lies_between_its_bounds(under_way: list[float], waiting: list[float], slots: int) -> None:
+    """Never shorter than the longest or than all slots busy; on one slot the sum."""
+    under_way = under_way[:slots]
+    told = schedule.makespan(under_way, waiting, slots=slots)
+    everything = [*under_way, *waiting]
+    longest, total = max(everything, default=0.0), sum(everything)
+    assert max(longest, total / slots) - 1e-9 <= told <= total / slots + longest + 1e-9
+    if slots == 1:
+        assert told == pytest.approx(total)
+
+
+def test_a_command_that_tells_only_how_long_it_took_is_foretold() -> None:
+    """Its load and training are one time; before, there was no estimate for commands at all."""
+    known = CellResult(Cell(1, {"n": "1"}), (Outcome(Status.FINITE, "", seconds=8.0),))
+    left = schedule.time_left([known, result(2)], seeds=[0], elapsed={}, work={"n=1": 4.0, "n=2": 4.0}, slots=1)
+    assert left == pytest.approx(8.0)
+    unjudged = CellResult(Cell(1, {"n": "1"}), (Outcome(Status.FAILED, "", seconds=8.0),))
+    assert schedule.time_left([unjudged, result(2)], seeds=[0], elapsed={}, work={}, slots=1) is None

@@ -96,20 +96,22 @@ for rows in loader:
 """
 
 
-@pytest.mark.parametrize("words", [("python",), ("python", "-m", "accelerate.commands.launch", "--cpu")])
-def test_a_command_gives_the_same_numbers(tmp_path: Path, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("words", "batches"), [((), ("2", "4")), (("-m", "accelerate.commands.launch", "--cpu"), ("4",))]
+)
+def test_a_command_gives_the_same_numbers(tmp_path: Path, words: tuple[str, ...], batches: tuple[str, ...]) -> None:
     """The same losses, norms, batches, sites and notes, also with a data-loader worker."""
     (tmp_path / "train.py").write_text(SCRIPT)
     matrix = Matrix(
         name="command",
         trainer="command",
-        command=(sys.executable, *words[1:], "train.py", "{batch_size}", "{extra}"),
+        command=(sys.executable, *words, "train.py", "{batch_size}", "{extra}"),
         steps=2,
         device="cpu",
         folder=str(tmp_path),
-        factors=(Factor("batch_size", ("2", "4")), Factor("extra", ("off", "on"))),
+        factors=(Factor("batch_size", batches), Factor("extra", ("off", "on"))),
     )
     cold = outcomes(matrix, tmp_path / "cold", warm=False)
     warm = outcomes(matrix, tmp_path / "warm", warm=True)
-    assert [one["status"] for one in cold] == ["finite", "finite", "finite", "nonfinite"]
+    assert [one["status"] for one in cold] == [*["finite"] * (2 * len(batches) - 1), "nonfinite"]
     assert warm == cold

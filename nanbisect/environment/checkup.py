@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nanbisect import run as driving
+from nanbisect import machine as driving
 from nanbisect.environment.facts import facts_of, interpreter, workspace
 from nanbisect.environment.levels import Levels, levels_of
 from nanbisect.environment.row import Row, device_of

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nanbisect import run as driving
+from nanbisect import machine as driving
 from nanbisect.environment.machine import machine
 from nanbisect.errors import UsageError
 from nanbisect.executors.base import Executor
-from nanbisect.run import Looked, Occasion
+from nanbisect.machine import Looked, Occasion
 from nanbisect.store import DIARY
 from nanbisect.trainers.base import Launch
 from nanbisect.trainers.interpreter import find_program

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nanbisect.environment.row import Row
+from nanbisect.machine import Looked
 from nanbisect.matrix import Matrix, expand
-from nanbisect.run import Looked
 from nanbisect.schedule import blocked_by
 
 UNTRIED = {True: "nothing to try; memory depends on the model", False: "only the command itself shows it"}

@@ -34,7 +34,8 @@ class WarmStart:
     `python` is the interpreter as the command would find it, `words` what follows it: a script and its
     arguments, a module and its arguments, or the arguments of `accelerate launch`. `modules` are imported
     beforehand, and what the files in `scripts` import at their top as far as it is a known library.
-    `prepare`: (module, argument), whose `prepare(argument)` is called once before the first fork.
+    `prepare`: (module, argument), whose `prepare(argument)` is called once before the first fork. `ours`:
+    all that is imported is known to bear it, so that nobody need compare.
     """
 
     python: str
@@ -43,6 +44,7 @@ class WarmStart:
     modules: tuple[str, ...] = ()
     scripts: tuple[str, ...] = ()
     prepare: tuple[str, str] | None = None
+    ours: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,10 @@ class Executor(Protocol):
 
     def describe(self) -> str:
         """Where attempts run, for the log and the report."""
+        ...
+
+    def remarks(self) -> list[str]:
+        """What a user should know of how attempts start, each once; harmless to their outcomes."""
         ...
 
     def close(self) -> None:

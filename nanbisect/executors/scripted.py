@@ -94,6 +94,10 @@ class ScriptedExecutor:
         """Nothing outlives a fake."""
         return 0
 
+    def remarks(self) -> list[str]:
+        """Nothing."""
+        return []
+
     def describe(self) -> str:
         """Where attempts run: nowhere."""
         return "a script"

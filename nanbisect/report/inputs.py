@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from nanbisect.attribution import Attribution
+from nanbisect.attribution import Attribution, Caution
 from nanbisect.matrix import Cell, Matrix
-from nanbisect.outcome import CellResult, Status
+from nanbisect.neutrality import run_cautions
+from nanbisect.outcome import CellResult, Note, Status
 
 NOT_RUN = "not_run"
 """The word for cells without an outcome, beside the statuses."""
@@ -22,7 +23,7 @@ class RunInputs:
 
     `environment` may hold device, python, torch, cuda, packages {name: version}, gpus [{name, memory}],
     cpu, system, nanbisect. `command` is the user's argv, `matrix_path` the matrix file as the user gave
-    it, `excluded` the number of combinations that the matrix takes out.
+    it, `excluded` the number of combinations that the matrix takes out, `notes` what was noted of the whole run.
     """
 
     matrix: Matrix
@@ -34,6 +35,12 @@ class RunInputs:
     matrix_path: str
     interrupted: bool = False
     excluded: int = 0
+    notes: tuple[Note, ...] = ()
+
+    @cached_property
+    def cautions(self) -> tuple[Caution, ...]:
+        """Every doubt: what the cells say, then what was noted of the whole run."""
+        return (*self.attribution.cautions, *run_cautions(self.notes))
 
     @cached_property
     def ordered(self) -> tuple[CellResult, ...]:

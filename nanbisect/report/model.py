@@ -119,7 +119,7 @@ def build(inputs: RunInputs) -> Report:
         doubts=doubts(ordered),
         reasons=reasons(ordered),
         excerpt=_excerpt(inputs),
-        cautions=attribution.cautions,
+        cautions=inputs.cautions,
         columns=("cell", *names, "status", "what", "loss", "norm", "time"),
         rows=tuple(_row(result, names) for result in ordered),
         settings=tuple(f"{name}={value}" for name, value in training_rows(inputs)),

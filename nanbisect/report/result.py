@@ -27,7 +27,7 @@ def to_result(inputs: RunInputs) -> dict[str, Any]:
         "neutral": attribution.neutral,
         "divergences": [asdict(moved) for moved in attribution.divergences],
         "completeness": completeness(inputs.matrix.factors, inputs.ordered, attribution.causes),
-        "cautions": [asdict(caution) for caution in attribution.cautions],
+        "cautions": [asdict(caution) for caution in inputs.cautions],
     }
     return dict(jsonable(result))
 

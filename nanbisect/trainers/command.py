@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from nanbisect.evidence import Effect
 from nanbisect.matrix import Cell, Matrix, Vocabulary, expand
 from nanbisect.matrix_command import placeholders
 from nanbisect.outcome import Note
+from nanbisect.ports import free_port, port_environment
 from nanbisect.store import DIARY
 from nanbisect.trainers import templates
 from nanbisect.trainers.base import Launch, probe_environment
@@ -56,7 +56,8 @@ class CommandTrainer:
         settings = {**self._defaults, **matrix.settings, **cell.levels}
         parts = templates.parts_of(matrix, self.preset, settings)
         steps = steps_of(matrix, settings)
-        values = {**settings, **self._values(matrix, parts, steps=steps, seed=seed, folder=folder)}
+        built_in = self._values(matrix, parts, steps=steps, seed=seed, folder=folder)
+        values = {**settings, **built_in}
         env = self._environment(matrix)
         words, expansions = self._named(matrix, parts, env)
         argv = _filled(words, values)
@@ -69,10 +70,11 @@ class CommandTrainer:
             "NANBISECT_STEPS": str(steps),
         }
         model = values.get("model")
+        port = port_environment(argv, int(built_in.get("port") or free_port()))
         return Launch(
             argv,
             str(workdir),
-            {**env, **probe},
+            {**port, **env, **probe},
             from_hub=model is not None and not Path(model).is_absolute(),
             warm=warm_start(argv, workdir=workdir, env={**os.environ, **env}),
         )
@@ -297,13 +299,6 @@ def _own_config(path: str | None, folder: Path) -> dict[str, Any]:
 def write_config(path: Path, data: Mapping[str, Any]) -> None:
     """As YAML that PyYAML and OmegaConf read back unchanged: 1e-05 is written 1.0e-05."""
     path.write_text(yaml.safe_dump(dict(data), sort_keys=False, allow_unicode=True), encoding="utf-8")
-
-
-def free_port() -> int:
-    """A port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @lru_cache(maxsize=32)

@@ -44,11 +44,11 @@ class SftTrainer:
     def _warm(job: Job, argv: tuple[str, ...]) -> WarmStart:
         """The built-in recipe's model is read once, where it lies in a folder; a user's recipe reads its own."""
         if job.recipe not in RECIPES:
-            return WarmStart(argv[0], "module", argv[2:], modules=PRELOADED, scripts=(job.recipe,))
+            return WarmStart(argv[0], "module", argv[2:], modules=PRELOADED, scripts=(job.recipe,), ours=True)
         local = job.model is not None and Path(job.model).is_absolute() and not job.trust_remote_code
         given = held.argument(str(job.model), str(value_of(job.settings, "param_dtype"))) if local else ""
         prepare = (held.__name__, given) if local else None
-        return WarmStart(argv[0], "module", argv[2:], modules=PRELOADED, prepare=prepare)
+        return WarmStart(argv[0], "module", argv[2:], modules=PRELOADED, prepare=prepare, ours=True)
 
     def check(self, matrix: Matrix, *, folder: Path) -> Launch:
         """One look at this machine, the recipe, the model's configuration and the data; no probe."""
