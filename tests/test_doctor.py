@@ -25,9 +25,9 @@ from nanbisect.environment.rows import rows_of
 from nanbisect.errors import UsageError
 from nanbisect.executors.base import Exit
 from nanbisect.executors.local import LocalExecutor
+from nanbisect.machine import Looked, Occasion
 from nanbisect.matrix import Factor, Matrix
 from nanbisect.matrix_file import NO_OVERRIDES
-from nanbisect.machine import Looked, Occasion
 from nanbisect.trainers.registry import TRAINERS
 from tests.commands import ROOT, nanbisect
 
