@@ -39,7 +39,6 @@ from nanbisect.run import Driver, Occasion
 from nanbisect.store import Store, atomic_write, explained, find_run
 from nanbisect.tables import to_csv
 from nanbisect.trainers.registry import TRAINERS, VOCABULARIES
-from nanbisect.trainers.sft.job import global_batch, largest_batch
 
 NOT_JUDGED, FOUND = 3, 1
 
@@ -323,14 +322,8 @@ def with_changes(matrix: Matrix, cell: Cell, changes: tuple[str, ...]) -> tuple[
         except ValueError as error:
             raise UsageError(f"--with {change}: {level!r} is not {error}") from error
         levels[name] = level
-    changed = replace(matrix, steps=_steps_for(matrix, levels)) if matrix.trainer == "sft" else matrix
-    return changed, Cell(cell.number, levels)
-
-
-def _steps_for(matrix: Matrix, levels: Mapping[str, str]) -> int:
-    """Steps with which the matrix has records enough for one batch of these levels at least."""
-    batch = global_batch({**matrix.settings, **levels})
-    return max(matrix.steps, -(-batch // largest_batch(matrix)))
+    steps = TRAINERS[matrix.trainer].steps_for(matrix, levels)
+    return replace(matrix, steps=steps), Cell(cell.number, levels)
 
 
 def _seeds(earlier: CellResult, driver: Driver, repeat: int, told: str | None) -> list[int]:

@@ -48,6 +48,9 @@ class Trainer(Protocol):
     def work(self, matrix: Matrix, cells: Sequence[Cell]) -> Mapping[str, float]:
         """How much each cell has to do, by its id: its number of micro-batches."""
 
+    def steps_for(self, matrix: Matrix, levels: Mapping[str, str]) -> int:
+        """The matrix's `steps`, or as many as a cell of these levels needs that stands outside the matrix."""
+
     def inputs(self, matrix: Matrix) -> Mapping[str, Path]:
         """Files and folders whose change makes another experiment: recipe, data, model, as far as they are local."""
 

@@ -114,6 +114,10 @@ class CommandTrainer:
             found[cell.id] = float(steps_of(matrix, settings) * _count(settings, "gradient_accumulation"))
         return found
 
+    def steps_for(self, matrix: Matrix, levels: Mapping[str, str]) -> int:
+        """The matrix's own: how many records there are is the command's affair."""
+        return matrix.steps
+
     def inputs(self, matrix: Matrix) -> Mapping[str, Path]:
         """The files among the command's words, the model and the data, where they are local."""
         folder = workdir_of(matrix)

@@ -13,7 +13,7 @@ from nanbisect.evidence import Effect
 from nanbisect.matrix import Cell, Matrix
 from nanbisect.trainers.base import Launch, probe_environment
 from nanbisect.trainers.sft import effect
-from nanbisect.trainers.sft.job import Job, size, value_of
+from nanbisect.trainers.sft.job import Job, global_batch, largest_batch, size, value_of
 from nanbisect.trainers.sft.settings import RECIPES, SETTINGS, VOCABULARY
 
 SAME_ORDER = {"PYTHONHASHSEED": "0"}  # a recipe that goes through a set must give every cell the same records
@@ -58,6 +58,11 @@ class SftTrainer:
         return {
             cell.id: float(-(-records // value_of({**matrix.settings, **cell.levels}, "batch_size"))) for cell in cells
         }
+
+    def steps_for(self, matrix: Matrix, levels: Mapping[str, str]) -> int:
+        """So many that the matrix has records enough for one batch of these levels at least."""
+        batch = global_batch({**matrix.settings, **levels})
+        return max(matrix.steps, -(-batch // largest_batch(matrix)))
 
     def inputs(self, matrix: Matrix) -> Mapping[str, Path]:
         """The recipe's file, the data file and the model's folder, where they are local."""
