@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import getpass
 import json
 import os
@@ -21,6 +20,7 @@ from nanbisect import run as driving
 from nanbisect import schedule
 from nanbisect import watch as watching
 from nanbisect.attribution import attribute
+from nanbisect.changes import narrowed, with_changes
 from nanbisect.errors import StoreError, UsageError
 from nanbisect.events import CellStarted, Event
 from nanbisect.evidence import STOPPED
@@ -41,6 +41,7 @@ from nanbisect.tables import to_csv
 from nanbisect.trainers.registry import TRAINERS, VOCABULARIES
 
 NOT_JUDGED, FOUND = 3, 1
+LOOKING = "looking at this machine, and at what is to be trained"
 
 
 def run(path: Path, overrides: Overrides, occasion: Occasion, *, out: Path | None, resume: bool, reports: Path) -> int:
@@ -49,7 +50,7 @@ def run(path: Path, overrides: Overrides, occasion: Occasion, *, out: Path | Non
     trainer, executor, console = TRAINERS[matrix.trainer], LocalExecutor(), show.console_for()
     try:
         store = _to_resume(matrix, out, reports) if resume else None
-        console.print("looking at this machine, the recipe and the data", style="dim")
+        console.print(LOOKING, style="dim")
         machine = driving.check_machine(matrix, trainer, executor, occasion)
         if store is not None:
             _same_machine(store, machine.environment)
@@ -118,6 +119,11 @@ def rerun(name: str, cell_name: str, *, repeat: int, changes: tuple[str, ...], r
     console.print(f"run {store}, cell {cell.number}", style="dim", highlight=False, soft_wrap=True)
     for name in driving.changed_inputs(store.run(), trainer, matrix):
         console.print(f"caution: the {name} is not what it was when this run began", style="yellow", soft_wrap=True)
+    if variant is not None or schedule.blocked_by(cell, machine.blocked):
+        console.print(LOOKING, style="dim")
+        if lacks := _lacking(narrowed(changed, target), target, occasion):
+            console.print(f"{_what(cell, changes)}: {lacks}", style="yellow", highlight=False, soft_wrap=True)
+            return NOT_JUDGED
     try:
         with store.lock():
             outcomes = driver.again(
@@ -303,27 +309,15 @@ def _latest_of(matrix: Matrix, reports: Path) -> Path:
     return runs[-1]
 
 
-def with_changes(matrix: Matrix, cell: Cell, changes: tuple[str, ...]) -> tuple[Matrix, Cell | None]:
-    """The matrix and cell of `rerun --with`. The changed cell stands outside the matrix. Raises UsageError."""
-    if not changes:
-        return matrix, None
-    settings = settings_of(VOCABULARIES[matrix.trainer], matrix.command, matrix.flags)
-    levels = dict(cell.levels)
-    for change in changes:
-        name, sign, level = change.partition("=")
-        if not sign:
-            raise UsageError(f"--with {change}: no level\ntry: --with {name}=LEVEL")
-        if name not in settings:
-            close = difflib.get_close_matches(name, settings, n=1)
-            mend = f"did you mean {close[0]}?" if close else f"--with k=v with one of {', '.join(settings)}"
-            raise UsageError(f"--with {change}: no setting {name}\ntry: {mend}")
-        try:
-            settings[name].parse(level)
-        except ValueError as error:
-            raise UsageError(f"--with {change}: {level!r} is not {error}") from error
-        levels[name] = level
-    steps = TRAINERS[matrix.trainer].steps_for(matrix, levels)
-    return replace(matrix, steps=steps), Cell(cell.number, levels)
+def _lacking(alone: Matrix, cell: Cell, occasion: Occasion) -> str | None:
+    """Why this machine can't run that cell, or None. Looks anew: what was missing may be installed by now."""
+    executor = LocalExecutor()
+    try:
+        machine = driving.check_machine(alone, TRAINERS[alone.trainer], executor, occasion)
+    finally:
+        executor.close()
+    reason = schedule.blocked_by(cell, machine.blocked)
+    return None if reason is None else f"not on this machine: {reason}"
 
 
 def _seeds(earlier: CellResult, driver: Driver, repeat: int, told: str | None) -> list[int]:
@@ -344,10 +338,14 @@ def _heading(console: Console, matrix: Matrix) -> Any:
     return listener
 
 
+def _what(cell: Cell, changes: tuple[str, ...]) -> str:
+    """`cell 4 with lr=1e-2`."""
+    return f"cell {cell.number}" + (f" with {' '.join(changes)}" if changes else "")
+
+
 def compared(earlier: CellResult, outcome: Outcome, cell: Cell, changes: tuple[str, ...]) -> str:
     """Whether an attempt ended as the one it repeats, and at the same place."""
-    before = earlier.outcome
-    what = f"cell {cell.number}" + (f" with {' '.join(changes)}" if changes else "")
+    before, what = earlier.outcome, _what(cell, changes)
     if before is None:
         return f"{what}: {outcome.status.value} ({outcome.reason}); it had not been run before"
     if before.status is not outcome.status:

@@ -29,7 +29,7 @@ FLOORS = (
         *("evidence", "neutrality", "combinations", "attribution", "search", "schedule", "tables", "report"),
     ),
     ("executors", "store", "trainers"),
-    ("run", "watch"),
+    ("run", "changes", "watch"),
     ("console", "app", "cli", "__main__"),
 )
 NO_EFFECTS = {"os", "time", "random", "pathlib", "subprocess", "socket", "tempfile", "threading", "secrets", "shutil"}
