@@ -232,14 +232,12 @@ class Driver:
             outcome = self.store.outcome(folder)
             if outcome is None:
                 number = int(folder.name.partition("-")[2])
-                outcome = self._judge_folder(cell, folder, number=number, seed=self._seed_in(folder), ended=None)
+                seed = self.store.seed(folder)
+                seed = self.seed(1) if seed is None else seed  # never started: killed, whatever its seed
+                outcome = self._judge_folder(cell, folder, number=number, seed=seed, ended=None)
                 self.store.write_outcome(folder, outcome)
             outcomes.append(outcome)
         return tuple(outcomes)
-
-    def _seed_in(self, folder: Path) -> int:
-        lines = [line for line in read_lines(folder / DIARY) if line["kind"] == "loaded"]
-        return int(lines[0]["resolved"].get("seed", 0)) if lines else self.seed(1)
 
     def _done(self, result: CellResult) -> bool:
         given_up = self.killed.get(result.cell.id, 0) > RETRIES
@@ -261,6 +259,7 @@ class Driver:
     def _start(self, attempt: schedule.Attempt, *, seed: int | None = None) -> None:
         number, folder = self.store.new_attempt(attempt.cell, variant=self.variant)
         seed = self.seed(attempt.index) if seed is None else seed
+        self.store.write_seed(folder, seed)
         taken, self.free = self.free[: self._slots_of_a_cell], self.free[self._slots_of_a_cell :]
         slot = ",".join(taken)
         launch = self.trainer.launch(self.matrix, attempt.cell, seed=seed, folder=folder)

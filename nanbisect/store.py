@@ -1,7 +1,8 @@
 """The run folder: what is in it and how it is written. The only module that knows file names.
 
     <run>/run.json                                  the matrix as read, arguments, environment
-    <run>/cells/<slug>-<8 hex>/attempt-1/           outcome.json, exit.json, events.*.jsonl, trainer.jsonl, log.txt
+    <run>/cells/<slug>-<8 hex>/attempt-1/           attempt.json (its seed), outcome.json, exit.json, log.txt,
+                                                    events.*.jsonl, trainer.jsonl
     <run>/variants/<slug>-<8 hex>/attempt-1/        the same, for `rerun --with`
     <run>/results.csv, result.json, report.md
 
@@ -34,7 +35,7 @@ from nanbisect.outcome import Outcome, jsonable
 SCHEMA = 1
 RUN, RESULT, CSV, REPORT, LOCK = "run.json", "result.json", "results.csv", "report.md", ".lock"
 IGNORE, IGNORE_ALL = ".gitignore", "*\n"
-OUTCOME, LOG, DIARY, ARMED = "outcome.json", "log.txt", "trainer.jsonl", "armed.jsonl"
+ABOUT, OUTCOME, LOG, DIARY, ARMED = "attempt.json", "outcome.json", "log.txt", "trainer.jsonl", "armed.jsonl"
 TAIL_BYTES = 1 << 16
 LARGE, ENDS = 1 << 26, 1 << 20
 PROBE = Path(__file__).parent / "probe"
@@ -124,6 +125,17 @@ class Store:
         with explained(path):
             path.mkdir(parents=True)
         return number, path
+
+    def write_seed(self, folder: Path, seed: int) -> None:
+        """Note the seed of an attempt before it starts: a command never says it, and its driver may die."""
+        self._write(folder.relative_to(self.folder) / ABOUT, json.dumps({"schema": SCHEMA, "seed": seed}))
+
+    def seed(self, folder: Path) -> int | None:
+        """The seed of an attempt; None for one that was never started."""
+        try:
+            return int(json.loads((folder / ABOUT).read_text(encoding="utf-8"))["seed"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def outcomes(self, cell: Cell, *, variant: bool = False) -> tuple[Outcome, ...]:
         """The outcomes on disk, oldest attempt first. Torn ones are judged again by the driver."""

@@ -147,5 +147,5 @@ def test_only_the_store_and_the_writers_know_file_names() -> None:
             for n in ast.walk(tree)
             if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in docs
         ]
-        for name in ("outcome.json", "run.json", "trainer.jsonl", "exit.json", "events."):
+        for name in ("attempt.json", "outcome.json", "run.json", "trainer.jsonl", "exit.json", "events."):
             assert not any(text.startswith(name) for text in texts), f"{name_of(path)} spells {name}"
