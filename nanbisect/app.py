@@ -222,8 +222,9 @@ def inputs_of(store: Store) -> RunInputs:
     data = store.run()
     matrix, machine, occasion = driving.from_run_json(data)
     results = tuple(CellResult(cell, _ended(store.outcomes(cell))) for cell in expand(matrix))
-    known = settings_of(VOCABULARIES[matrix.trainer], matrix.command, matrix.flags)
-    neutral = frozenset(name for name, setting in known.items() if setting.neutral)
+    vocabulary = VOCABULARIES[matrix.trainer]
+    vocabulary = replace(vocabulary, settings=settings_of(vocabulary, matrix.command, matrix.flags))
+    neutral = frozenset(name for name, setting in vocabulary.settings.items() if setting.neutral)
     return RunInputs(
         matrix=matrix,
         results=results,
@@ -234,6 +235,7 @@ def inputs_of(store: Store) -> RunInputs:
         matrix_path=occasion.matrix_path,
         interrupted=any(result.status is None for result in results),
         excluded=sum(1 for _ in excluded(matrix)),
+        vocabulary=vocabulary,
     )
 
 

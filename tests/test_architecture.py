@@ -25,6 +25,7 @@ FLOORS = (
             "matrix_check",
             "matrix_file",
             "matrix_schema",
+            "suspects",
         ),
         *("evidence", "neutrality", "combinations", "attribution", "search", "schedule", "tables", "report"),
     ),

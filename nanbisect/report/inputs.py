@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from nanbisect.attribution import Attribution
-from nanbisect.matrix import Cell, Matrix
+from nanbisect.matrix import Cell, Matrix, Vocabulary
 from nanbisect.outcome import CellResult, Status
 
 NOT_RUN = "not_run"
@@ -22,7 +22,8 @@ class RunInputs:
 
     `environment` may hold device, python, torch, cuda, packages {name: version}, gpus [{name, memory}],
     cpu, system, nanbisect. `command` is the user's argv, `matrix_path` the matrix file as the user gave
-    it, `excluded` the number of combinations that the matrix takes out.
+    it, `excluded` the number of combinations that the matrix takes out. `vocabulary` is the trainer's, with the
+    settings that the matrix's own command and flags make.
     """
 
     matrix: Matrix
@@ -34,6 +35,7 @@ class RunInputs:
     matrix_path: str
     interrupted: bool = False
     excluded: int = 0
+    vocabulary: Vocabulary = field(default_factory=lambda: Vocabulary(settings={}))
 
     @cached_property
     def ordered(self) -> tuple[CellResult, ...]:
