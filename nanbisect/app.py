@@ -17,7 +17,7 @@ from rich.console import Console
 
 from nanbisect import console as show
 from nanbisect import run as driving
-from nanbisect import schedule
+from nanbisect import schedule, starting
 from nanbisect import watch as watching
 from nanbisect.attribution import attribute
 from nanbisect.changes import narrowed, with_changes
@@ -95,6 +95,14 @@ def plan(path: Path, overrides: Overrides, occasion: Occasion) -> None:
         if any(matrix.factor(name) for name in levels):
             text = " ".join(f"{name}={level}" for name, level in levels.items())
             console.print(f"can't run here: {text}: {reason}", style="yellow", highlight=False, soft_wrap=True)
+
+
+def init(name: str | None, *, out: Path | None, force: bool) -> None:
+    """`nanbisect init`: a first matrix for a preset, or what there is."""
+    if name is None and (force or out is not None):
+        raise UsageError("nothing to write: no preset was named\ntry: nanbisect init, which lists them")
+    text = starting.listing() if name is None else starting.begin(name, out=out, force=force)
+    show.console_for().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def schema() -> str:

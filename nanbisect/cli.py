@@ -129,6 +129,20 @@ def plan(  # noqa: PLR0913 - a command's options are its parameters
 
 
 @app.command()
+def init(
+    preset: Annotated[str | None, typer.Argument(metavar="PRESET", show_default=False)] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="PRESET.yaml by default; - prints it.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+) -> None:
+    """Write a first matrix for a trainer, commented and ready to edit. Without PRESET, list them."""
+    from nanbisect import app as application
+
+    _finish(lambda: application.init(preset, out=out, force=force))
+
+
+@app.command()
 def rerun(
     run: RunName,
     cell: CellName,

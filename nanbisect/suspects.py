@@ -20,12 +20,13 @@ NUMBERS = re.compile(r"[-+\d.,e]+")
 class Suspect:
     """Why a setting is suspected. `levels`, the safe one first; without any, all that the setting names.
 
-    `worst` is the level likeliest to fail, the last one if not said.
+    `worst` is the level likeliest to fail, the last one if not said. `usual` suspects are in a first matrix.
     """
 
     why: str
     levels: tuple[str, ...] = ()
     worst: str = ""
+    usual: bool = False
 
 
 SUSPECTS: Mapping[str, Suspect] = {
@@ -33,28 +34,35 @@ SUSPECTS: Mapping[str, Suspect] = {
         "forward runs again inside backward: a cache that moved on, another kernel or other random numbers give "
         "other values the second time",
         ("off", "on"),
+        usual=True,
     ),
     "batch_size": Suspect(
         "padding begins with the second record of a batch, and with it masked rows, rows without a label, and other "
         "kernels by shape",
         ("1", "2", "8"),
+        usual=True,
     ),
     "channel_weights": Suspect(
         "a weight scales its channel's gradients, and a channel without labels can be 0/0 at any weight",
         ("1,8", "1,32"),
+        usual=True,
     ),
     "attention": Suspect(
         "each kernel has its own way with masks: a row that may attend to nothing is 0/0 in one and 0 in another",
         ("sdpa", "eager", "flash"),
         worst="eager",
+        usual=True,
     ),
     "precision": Suspect(
         "bf16 has 8 significant bits, and fp16 ends at 65504: sums overflow, mask constants become -Inf, small "
         "epsilons 0",
         ("fp32", "bf16"),
+        usual=True,
     ),
     "padding_side": Suspect(
-        "left padding under a causal mask makes rows that may attend to nothing, and moves positions", ("right", "left")
+        "left padding under a causal mask makes rows that may attend to nothing, and moves positions",
+        ("right", "left"),
+        usual=True,
     ),
     "packing": Suspect(
         "records that share a row need positions, masks and kernels of their own, or see each other", ("off", "on")
@@ -89,8 +97,10 @@ SUSPECTS: Mapping[str, Suspect] = {
 USUAL: Mapping[str, str] = {"precision": "bf16", "learning_rate": "2e-5", "gradient_accumulation": "1"}
 """What most runs have, for settings that a first matrix holds constant."""
 
-CLASHES: tuple[Mapping[str, str], ...] = ({"attention": "flash", "precision": "fp32"},)
-"""Combinations that no machine can run: FlashAttention computes in half precision only."""
+CLASHES: tuple[tuple[Mapping[str, str], str], ...] = (
+    ({"attention": "flash", "precision": "fp32"}, "FlashAttention computes in half precision only"),
+)
+"""Combinations that no machine can run, and why."""
 
 
 def levels_for(name: str, setting: Setting) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ FLOORS = (
         *("evidence", "neutrality", "combinations", "attribution", "search", "schedule", "tables", "report"),
     ),
     ("executors", "store", "trainers"),
-    ("run", "changes", "watch"),
+    ("run", "changes", "starting", "watch"),
     ("console", "app", "cli", "__main__"),
 )
 NO_EFFECTS = {"os", "time", "random", "pathlib", "subprocess", "socket", "tempfile", "threading", "secrets", "shutil"}
