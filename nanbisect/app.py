@@ -200,8 +200,7 @@ def overrides(
     """The flags of a command line laid over the matrix. Paths given there are relative to here."""
     if seed is not None:
         sets = (*sets, f"seed={seed}")
-    data = None if data is None else str(Path(data).expanduser().resolve())
-    return Overrides(model=_model(model), data=data, settings=sets, factors=factors, **others)
+    return Overrides(model=_model(model), data=_data(data), settings=sets, factors=factors, **others)
 
 
 def _model(model: str | None) -> str | None:
@@ -210,6 +209,15 @@ def _model(model: str | None) -> str | None:
     path = Path(model).expanduser()
     looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1
     return str(path.resolve()) if path.exists() or looks_like_path else model
+
+
+def _data(data: str | None) -> str | None:
+    """A file or folder as a whole path; a name that a trainer knows (`trl-lib/Capybara`) as it is."""
+    if data is None:
+        return None
+    path = Path(data).expanduser()
+    name = not path.suffix and not data.startswith((".", "/", "~")) and not path.exists()
+    return data if name else str(path.resolve())
 
 
 def occasion(arguments: tuple[str, ...], path: Path, *, gpus: str | None = None, jobs: int = 1) -> Occasion:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 from nanbisect.errors import UsageError
@@ -61,7 +62,7 @@ def _told(starter: Starter, file: Path) -> str:
         [
             f"wrote {file}: {starter.cells} cells over {factors}",
             f"next: fill in what it marks with <-- ({', '.join(starter.asks)}), then",
-            f"  nanbisect plan {file}",
-            f"  nanbisect run {file}",
+            f"  nanbisect plan {shlex.quote(str(file))}",
+            f"  nanbisect run {shlex.quote(str(file))}",
         ]
     )

@@ -6,11 +6,12 @@ which trainer it has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from nanbisect.errors import UsageError
 from nanbisect.evidence import Effect
 from nanbisect.matrix import Cell, Matrix, Vocabulary
 
@@ -53,6 +54,18 @@ class Trainer(Protocol):
 
     def inputs(self, matrix: Matrix) -> Mapping[str, Path]:
         """Files and folders whose change makes another experiment: recipe, data, model, as far as they are local."""
+
+
+def together(*looks: Callable[[], object]) -> None:
+    """Look at everything, and raise UsageError once with all that is wrong."""
+    said = []
+    for look in looks:
+        try:
+            look()
+        except UsageError as error:
+            said.append(str(error))
+    if said:
+        raise UsageError("\n".join(said))
 
 
 def probe_environment(folder: Path, inherited: Mapping[str, str]) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from nanbisect.matrix_command import placeholders
 from nanbisect.outcome import Note
 from nanbisect.store import DIARY
 from nanbisect.trainers import templates
-from nanbisect.trainers.base import Launch, probe_environment
+from nanbisect.trainers.base import Launch, probe_environment, together
 from nanbisect.trainers.command_problems import problems
 from nanbisect.trainers.interpreter import find_program, find_python
 from nanbisect.trainers.presets import Preset
@@ -32,6 +33,7 @@ from nanbisect.trainers.sft.launch import model_path
 INSTALLED = Path(__file__).with_name("installed.py")
 CONFIG_FILE = "config.yaml"
 OWN_CONFIG = "config_file"  # the setting that names a configuration of the user's, over which ours is laid
+SCRIPT = re.compile(r"[^\s{}]+\.py")
 BATCH = ("batch_size", "gradient_accumulation", "processes")  # settings whose product is the global batch
 NO_TRACKERS = {
     "WANDB_MODE": "disabled",
@@ -71,21 +73,14 @@ class CommandTrainer:
         return Launch(argv, str(workdir), {**env, **probe}, model is not None and not Path(model).is_absolute())
 
     def check(self, matrix: Matrix, *, folder: Path) -> Launch:
-        """One look into the command's own Python. Raises UsageError when there is no such command."""
+        """One look into the command's own Python. Raises UsageError when something that it needs is not there."""
         folder, workdir, env = folder.resolve(), workdir_of(matrix), self._environment(matrix)
+        self._look(matrix, workdir, {**os.environ, **env})
         settings = {**self._defaults, **matrix.settings, **matrix.baseline}
         parts = templates.parts_of(matrix, self.preset, settings)
         values = {**settings, **self._values(matrix, parts, steps=matrix.steps, seed=0, folder=folder)}
         argv = _filled(parts.argv(self.preset.after), values)
-        whole = {**os.environ, **env}
-        if find_program(argv[0], workdir=workdir, env=whole) is None:
-            where = f"no program {workdir / argv[0]}" if "/" in argv[0] else "it is not on PATH"
-            raise UsageError(
-                f"the command can't be started: {argv[0]}: {where}\n"
-                "try: activate the environment that you train in, or write the whole path into the command"
-            )
-        _own_config(settings.get(OWN_CONFIG), Path(matrix.folder))
-        python = find_python(argv, workdir=workdir, env=whole)
+        python = find_python(argv, workdir=workdir, env={**os.environ, **env})
         job = {
             "diary": str(folder / DIARY),
             "device": matrix.device,
@@ -127,6 +122,17 @@ class CommandTrainer:
             if text and Path(matrix.folder, text).exists():
                 found[name] = Path(matrix.folder, text)
         return found
+
+    def _look(self, matrix: Matrix, workdir: Path, env: Mapping[str, str]) -> None:
+        """Whether what the matrix names is there. Raises UsageError with all that is not."""
+        settings = {**self._defaults, **matrix.settings, **matrix.baseline}
+        words = matrix.command or self.preset.command
+        together(
+            lambda: _program(words, settings, workdir, env),
+            lambda: model_path(matrix),
+            lambda: data_of(matrix),
+            lambda: _own_config(settings.get(OWN_CONFIG), Path(matrix.folder)),
+        )
 
     # pieces ------------------------------------------------------------------------------------
 
@@ -237,11 +243,42 @@ def workdir_of(matrix: Matrix) -> Path:
 
 
 def data_of(matrix: Matrix) -> str | None:
-    """A local file or folder made absolute, anything else (a hub name, a pattern) as it is."""
-    if matrix.data is None:
+    """A local file or folder made absolute, anything else (a hub name, a pattern) as it is.
+
+    Raises UsageError for a path that is not there.
+    """
+    data = matrix.data
+    if data is None:
         return None
-    path = Path(matrix.folder, Path(matrix.data).expanduser())
-    return str(path.resolve()) if path.exists() else matrix.data
+    path = Path(matrix.folder, Path(data).expanduser())
+    if data.startswith((".", "/", "~")) and not re.search(r"[*?[]", data) and not path.exists():
+        raise UsageError(
+            f"the data {data!r} is not there: no file or folder {path}\n"
+            "try: data: in the matrix (relative to it), or --train-jsonl FILE"
+        )
+    return str(path.resolve()) if path.exists() else data
+
+
+def _program(words: Sequence[str], settings: Mapping[str, str], workdir: Path, env: Mapping[str, str]) -> None:
+    """Raises UsageError unless the program is there and, after a Python one, the script.
+
+    After any other program (a container, ssh) a script may lie where nobody can look.
+    """
+    values = {**{name: f"{{{name}}}" for word in words for name in placeholders(word)}, **settings}
+    argv = templates.fill_all(words, values)
+    if find_program(argv[0], workdir=workdir, env=env) is None:
+        where = f"no program {workdir / argv[0]}" if "/" in argv[0] else "it is not on PATH"
+        raise UsageError(
+            f"the command can't be started: {argv[0]}: {where}\n"
+            "try: activate the environment that you train in, or write the whole path into the command"
+        )
+    script = next((index for index, word in enumerate(argv) if SCRIPT.fullmatch(word)), 0)
+    if script and find_python(argv[:1], workdir=workdir, env=env) and not (workdir / argv[script]).is_file():
+        name = next(placeholders(words[script]), None)
+        mend = f"--set {name}=PATH" if name else "its path in the command"
+        raise UsageError(
+            f"the script is not there: no file {workdir / argv[script]}\ntry: {mend}, or workdir: in the matrix"
+        )
 
 
 def _filled(words: Sequence[str], values: Mapping[str, str]) -> tuple[str, ...]:
@@ -269,7 +306,8 @@ def _own_config(path: str | None, folder: Path) -> dict[str, Any]:
     try:
         data = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"the configuration {file} can't be read: {error}\ntry: --set {OWN_CONFIG}=FILE") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"the configuration {file} can't be read: {why}\ntry: --set {OWN_CONFIG}=FILE") from error
     if not isinstance(data, dict):
         raise UsageError(f"the configuration {file} is no mapping of keys\ntry: --set {OWN_CONFIG}=FILE")
     return data
@@ -293,7 +331,10 @@ def installed_names(python: str, parsers: tuple[str, ...], workdir: str) -> froz
     script = [python, str(INSTALLED), "--names", "/dev/stdin"]
     job = json.dumps({"parsers": parsers})
     done = subprocess.run(script, input=job, capture_output=True, text=True, cwd=workdir, check=False, timeout=120)
-    return frozenset(json.loads(done.stdout)) if done.returncode == 0 else frozenset()
+    try:
+        return frozenset(json.loads(done.stdout)) if done.returncode == 0 else frozenset()
+    except ValueError:  # something of that name that is no Python
+        return frozenset()
 
 
 def _attention_doubts(level: str | None, resolved: Mapping[str, Any]) -> Iterator[Note]:

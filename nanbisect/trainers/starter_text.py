@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -90,7 +91,7 @@ def _head(starter: Starter, file: str) -> Iterator[str]:
         yield "#"
         yield from (f"# {line}".rstrip() for line in notes)
     yield "#"
-    quoted = file if re.fullmatch(r"[\w./-]+", file) else json.dumps(file)
+    quoted = shlex.quote(file)
     commands = {
         f"nanbisect plan {quoted}": "the cells, their order, and what this machine can't run",
         f"nanbisect run {quoted}": "train them: the verdict, and a report to paste into an issue",

@@ -104,7 +104,9 @@ def starters() -> dict[str, Starter]:
     """All of them by name: the built-in trainer's recipes, an own recipe, any command, the presets."""
     own = _sft("sft", OWN_RECIPE_ABOUT, OWN_RECIPE)
     recipes = [_sft(name, about, name) for name, about in RECIPES.items()]
-    commands = [_command(name, trainer) for name, trainer in TRAINERS.items() if isinstance(trainer, CommandTrainer)]
+    commands = [
+        command_starter(name, trainer) for name, trainer in TRAINERS.items() if isinstance(trainer, CommandTrainer)
+    ]
     return {starter.name: starter for starter in (*recipes, own, *commands)}
 
 
@@ -124,7 +126,8 @@ def _sft(name: str, about: tuple[str, ...], recipe: str) -> Starter:
     )
 
 
-def _command(name: str, trainer: CommandTrainer) -> Starter:
+def command_starter(name: str, trainer: CommandTrainer) -> Starter:
+    """What a preset's first matrix holds; of the plain command, its example."""
     preset = trainer.preset
     example, command = preset.example, preset.command or preset.example.command
     known = settings_of(trainer.vocabulary, command, example.flags)

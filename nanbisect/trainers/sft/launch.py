@@ -11,7 +11,7 @@ from typing import Any
 from nanbisect.errors import UsageError
 from nanbisect.evidence import Effect
 from nanbisect.matrix import Cell, Matrix
-from nanbisect.trainers.base import Launch, probe_environment
+from nanbisect.trainers.base import Launch, probe_environment, together
 from nanbisect.trainers.sft import effect
 from nanbisect.trainers.sft.job import Job, global_batch, largest_batch, size, value_of
 from nanbisect.trainers.sft.settings import RECIPES, SETTINGS, VOCABULARY
@@ -37,7 +37,11 @@ class SftTrainer:
         return Launch(self._argv(folder), str(self._workdir(matrix)), env, from_hub)
 
     def check(self, matrix: Matrix, *, folder: Path) -> Launch:
-        """One look at this machine, the recipe, the model's configuration and the data; no probe."""
+        """One look at this machine, the recipe, the model's configuration and the data; no probe.
+
+        Raises UsageError with all of them that are not there.
+        """
+        together(lambda: recipe_path(matrix), lambda: model_path(matrix), lambda: data_path(matrix))
         levels: dict[str, tuple[str, ...]] = {
             name: (matrix.settings.get(name, setting.default),) for name, setting in SETTINGS.items()
         }
