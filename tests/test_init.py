@@ -22,7 +22,7 @@ from nanbisect.trainers.presets import read as read_preset
 from nanbisect.trainers.registry import TRAINERS, VOCABULARIES
 from nanbisect.trainers.sft.settings import RECIPES
 from nanbisect.trainers.starter_text import starter_text, word
-from nanbisect.trainers.starters import MOST_CELLS, command_starter, starters
+from nanbisect.trainers.starters import MOST_CELLS, command_starter, starter_for, starters
 from nanbisect.yaml_tree import Findings, Scalar, parse_tree
 from tests.commands import nanbisect, result
 
@@ -252,6 +252,23 @@ def test_without_a_name_it_lists_them(tmp_path: Path) -> None:
     assert listed.code == 0
     for name, starter in STARTERS.items():
         assert any(line.split()[:1] == [name] and starter.about[0] in line for line in listed.out.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("trl sft --model x", "trl"),
+        ("/opt/env/bin/swift sft", "ms-swift"),
+        ("accelerate launch --num_processes 2 train.py", "accelerate-script"),
+        ("llamafactory-cli train x.yaml", "llamafactory"),
+        ("trl dpo", "command"),
+        ("python train.py", "command"),
+        ("torchrun train.py", "command"),
+    ],
+)
+def test_a_watched_command_is_told_its_preset(command: str, name: str) -> None:
+    """By how it starts; any other is a plain command."""
+    assert starter_for(command.split()) == name
 
 
 SNIPPET = """

@@ -6,9 +6,11 @@ what the trainer takes.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from nanbisect.matrix import Factor, Flags, Matrix, Vocabulary, expand
 from nanbisect.matrix_command import placeholders, settings_of
@@ -159,6 +161,16 @@ def _files(preset: presets.Preset, own_config: bool) -> tuple[dict[str, str], di
         }
     leaves = {key: (text, f"for {{{key}}} in the command") for key, text in examples.items() if key not in taken}
     return {key: text for key, text in examples.items() if key in taken}, leaves
+
+
+def starter_for(command: Sequence[str]) -> str:
+    """The preset that starts its trainer as this command does (`trl sft`, `accelerate launch`), else `command`."""
+    given = [Path(command[0]).name, *command[1:]]
+    for name, starter in starters().items():
+        words = list(itertools.takewhile(lambda word: "{" not in word and not word.endswith(".py"), starter.command))
+        if len(words) > 1 and given[: len(words)] == words:
+            return name
+    return presets.PLAIN
 
 
 def own_flags() -> Flags:
