@@ -181,7 +181,7 @@ def load(path: Path, overrides: Overrides) -> Matrix:
         raise UsageError(f"{path} is not UTF-8 (byte {error.start})\ntry: iconv -t utf-8") from error
     except OSError as error:
         raise UsageError(
-            f"{path} can't be read: {error.strerror}\ntry: the path of a matrix file, such as matrices/demo.yaml"
+            f"{path} can't be read: {error.strerror}\ntry: the path of a matrix file; `nanbisect init` writes one"
         ) from error
     return read_matrix(
         text, source=str(path), folder=str(path.parent.resolve()), vocabularies=VOCABULARIES, overrides=overrides

@@ -123,7 +123,7 @@ def plan(  # noqa: PLR0913 - a command's options are its parameters
     if schema:
         _finish(lambda: typer.echo(application.schema()))
     if matrix is None:
-        raise typer.BadParameter("a matrix file is needed, such as matrices/demo.yaml", param_hint="MATRIX")
+        raise typer.BadParameter("a matrix file is needed; `nanbisect init` writes one", param_hint="MATRIX")
     overrides = _overrides(model_path, train_jsonl, set_, factor, steps=steps, device=device)
     _finish(lambda: application.plan(matrix, overrides, application.occasion(_argv(), matrix)))
 

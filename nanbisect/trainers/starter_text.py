@@ -85,7 +85,7 @@ def _wrap(text: str, width: int, *, first: str = "", rest: str = "") -> list[str
 
 def _head(starter: Starter, file: str) -> Iterator[str]:
     """What it is, what to know, and what to run."""
-    title, *notes = starter.about or (starter.name,)
+    title, *notes = starter.about
     yield from wrapped(f"A first matrix for {title}: which setting brings the NaN?")
     if notes:
         yield "#"
@@ -192,14 +192,16 @@ def _further(factor: Factor) -> str:
 def _exclude(starter: Starter) -> Iterator[str]:
     """What no machine can run."""
     rules = starter.exclude
-    if not rules:
-        first, *_ = starter.factors
-        example = f"# exclude: [{{{first.name}: {word(first.levels[-1])}}}]"
-        yield commented(example, "cells to leave out: those that match any rule")
-        return
-    yield "exclude:"
-    for rule, why in rules:
-        yield commented(f"  - {{{', '.join(f'{name}: {word(level)}' for name, level in rule.items())}}}", why)
+    if rules:
+        yield "exclude:"
+        yield from (commented(f"  - {_rule(rule)}", why) for rule, why in rules)
+    else:
+        example = {factor.name: factor.levels[-1] for factor in starter.factors[:2]}
+        yield commented(f"# exclude: [{_rule(example)}]", "cells to leave out: those that match any rule")
+
+
+def _rule(levels: Mapping[str, str]) -> str:
+    return f"{{{', '.join(f'{name}: {word(level)}' for name, level in levels.items())}}}"
 
 
 # what the settings are -------------------------------------------------------------------------
@@ -213,8 +215,11 @@ def _reference(starter: Starter) -> Iterator[str]:
     if set(settings) == {"seed"}:
         return
     yield f"# All settings of this trainer{', and what their levels become' if flags else ''}:"
-    if "|--" in "".join(line for levels in flags.values() for line in _becomes(levels)):
+    lines = "".join(line for levels in flags.values() for line in _becomes(levels))
+    if "|--" in lines:
         yield "# (of --one|--other the first name that the installed trainer has)"
+    if CONFIG in lines:
+        yield f"# ({CONFIG}KEY is a key of the file that nanbisect writes for {{config}})"
     for name, setting in settings.items():
         yield "#"
         yield from wrapped(f"{name}: {setting.summary}{_takes(setting)}", hanging="  ")

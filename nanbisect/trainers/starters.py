@@ -140,7 +140,7 @@ def command_starter(name: str, trainer: CommandTrainer) -> Starter:
     return Starter(
         name=name,
         trainer=name,
-        about=preset.about,
+        about=preset.about or (name,),
         vocabulary=Vocabulary(known, commands=True, check=trainer.vocabulary.check),
         asks={**({} if preset.command else {"command": ""}), **files, **placed, **own_config},
         leaves=leaves,
