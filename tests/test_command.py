@@ -344,6 +344,7 @@ def test_all_that_is_not_there_is_said_before_any_cell(tmp_path: Path) -> None:
     names = "data: trl-lib/Capybara\nmodel: Qwen/Qwen3-0.6B\n"
     TRAINER.check(read(text.replace("WORD", "env") + names, tmp_path), folder=tmp_path)
     TRAINER.check(read(text.replace("WORD", "env") + "data: ./*.jsonl\nmodel: a\n", tmp_path), folder=tmp_path)
+    TRAINER.check(read(text.replace("WORD", "env") + "data: /in/the/container\nmodel: a\n", tmp_path), folder=tmp_path)
     (tmp_path / "train.py").touch()
     TRAINER.check(read(text.replace("WORD", sys.executable) + names, tmp_path), folder=tmp_path)
 

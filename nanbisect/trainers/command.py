@@ -9,10 +9,10 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -124,14 +124,25 @@ class CommandTrainer:
         return found
 
     def _look(self, matrix: Matrix, workdir: Path, env: Mapping[str, str]) -> None:
-        """Whether what the matrix names is there. Raises UsageError with all that is not."""
+        """Whether what the matrix names is there. Raises UsageError with all that is not.
+
+        After a program that is no Python's (a container, ssh) script and data may lie where nobody can look.
+        """
         settings = {**self._defaults, **matrix.settings, **matrix.baseline}
         words = matrix.command or self.preset.command
+        values = {**{name: f"{{{name}}}" for word in words for name in placeholders(word)}, **settings}
+        argv = templates.fill_all(words, values)
+        there = find_program(argv[0], workdir=workdir, env=env) is not None
+        elsewhere = there and find_python(argv[:1], workdir=workdir, env=env) is None
+        here: list[Callable[[], object]] = [
+            lambda: _script(words, argv, workdir),
+            lambda: _data(matrix),
+        ]
         together(
-            lambda: _program(words, settings, workdir, env),
+            lambda: there or _no_program(argv[0], workdir),
             lambda: model_path(matrix),
-            lambda: data_of(matrix),
             lambda: _own_config(settings.get(OWN_CONFIG), Path(matrix.folder)),
+            *([] if elsewhere else here),
         )
 
     # pieces ------------------------------------------------------------------------------------
@@ -243,42 +254,42 @@ def workdir_of(matrix: Matrix) -> Path:
 
 
 def data_of(matrix: Matrix) -> str | None:
-    """A local file or folder made absolute, anything else (a hub name, a pattern) as it is.
-
-    Raises UsageError for a path that is not there.
-    """
-    data = matrix.data
-    if data is None:
+    """A local file or folder made absolute, anything else (a hub name, a pattern) as it is."""
+    if matrix.data is None:
         return None
-    path = Path(matrix.folder, Path(data).expanduser())
-    if data.startswith((".", "/", "~")) and not re.search(r"[*?[]", data) and not path.exists():
+    path = Path(matrix.folder, Path(matrix.data).expanduser())
+    return str(path.resolve()) if path.exists() else matrix.data
+
+
+def _data(matrix: Matrix) -> None:
+    """Raises UsageError for data by a path that is not there."""
+    data = data_of(matrix)
+    if data and data.startswith((".", "/", "~")) and not re.search(r"[*?[]", data) and not Path(data).exists():
         raise UsageError(
-            f"the data {data!r} is not there: no file or folder {path}\n"
+            f"the data {data!r} is not there: no file or folder {Path(matrix.folder, Path(data).expanduser())}\n"
             "try: data: in the matrix (relative to it), or --train-jsonl FILE"
         )
-    return str(path.resolve()) if path.exists() else data
 
 
-def _program(words: Sequence[str], settings: Mapping[str, str], workdir: Path, env: Mapping[str, str]) -> None:
-    """Raises UsageError unless the program is there and, after a Python one, the script.
+def _no_program(word: str, workdir: Path) -> NoReturn:
+    where = f"no program {workdir / word}" if "/" in word else "it is not on PATH"
+    raise UsageError(
+        f"the command can't be started: {word}: {where}\n"
+        "try: activate the environment that you train in, or write the whole path into the command"
+    )
 
-    After any other program (a container, ssh) a script may lie where nobody can look.
-    """
-    values = {**{name: f"{{{name}}}" for word in words for name in placeholders(word)}, **settings}
-    argv = templates.fill_all(words, values)
-    if find_program(argv[0], workdir=workdir, env=env) is None:
-        where = f"no program {workdir / argv[0]}" if "/" in argv[0] else "it is not on PATH"
-        raise UsageError(
-            f"the command can't be started: {argv[0]}: {where}\n"
-            "try: activate the environment that you train in, or write the whole path into the command"
-        )
-    script = next((index for index, word in enumerate(argv) if SCRIPT.fullmatch(word)), 0)
-    if script and find_python(argv[:1], workdir=workdir, env=env) and not (workdir / argv[script]).is_file():
-        name = next(placeholders(words[script]), None)
-        mend = f"--set {name}=PATH" if name else "its path in the command"
-        raise UsageError(
-            f"the script is not there: no file {workdir / argv[script]}\ntry: {mend}, or workdir: in the matrix"
-        )
+
+def _script(words: Sequence[str], argv: Sequence[str], workdir: Path) -> None:
+    """Raises UsageError unless the script is there: the first word that is one."""
+    for template, word in zip(words, argv, strict=True):
+        if SCRIPT.fullmatch(word):
+            if (workdir / word).is_file():
+                return
+            name = next(placeholders(template), None)
+            mend = f"--set {name}=PATH" if name else "its path in the command"
+            raise UsageError(
+                f"the script is not there: no file {workdir / word}\ntry: {mend}, or workdir: in the matrix"
+            )
 
 
 def _filled(words: Sequence[str], values: Mapping[str, str]) -> tuple[str, ...]:
