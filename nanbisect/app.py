@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import getpass
 import json
 import os
@@ -19,9 +18,10 @@ from rich.text import Text
 
 from nanbisect import console as show
 from nanbisect import run as driving
-from nanbisect import schedule
+from nanbisect import schedule, starting
 from nanbisect import watch as watching
 from nanbisect.attribution import attribute
+from nanbisect.changes import narrowed, with_changes
 from nanbisect.environment.checkup import Checkup, examine, examine_matrix
 from nanbisect.errors import StoreError, UsageError
 from nanbisect.events import CellStarted, Event
@@ -42,10 +42,10 @@ from nanbisect.run import Driver, Occasion
 from nanbisect.store import Store, atomic_write, explained, find_run
 from nanbisect.tables import to_csv
 from nanbisect.trainers.registry import TRAINERS, VOCABULARIES
-from nanbisect.trainers.sft.job import global_batch, largest_batch
 
 NOT_JUDGED, FOUND = 3, 1
 NOT_USABLE = 1
+LOOKING = "looking at this machine, and at what is to be trained"
 
 
 def run(path: Path, overrides: Overrides, occasion: Occasion, *, out: Path | None, resume: bool, reports: Path) -> int:
@@ -54,7 +54,7 @@ def run(path: Path, overrides: Overrides, occasion: Occasion, *, out: Path | Non
     trainer, executor, console = TRAINERS[matrix.trainer], LocalExecutor(warm=not occasion.cold), show.console_for()
     try:
         store = _to_resume(matrix, out, reports) if resume else None
-        console.print("looking at this machine, the recipe and the data", style="dim")
+        console.print(LOOKING, style="dim")
         machine = driving.check_machine(matrix, trainer, executor, occasion)
         if store is not None:
             _same_machine(store, machine.environment)
@@ -101,6 +101,14 @@ def plan(path: Path, overrides: Overrides, occasion: Occasion) -> None:
             console.print(f"can't run here: {text}: {reason}", style="yellow", highlight=False, soft_wrap=True)
 
 
+def init(name: str | None, *, out: Path | None, force: bool) -> None:
+    """`nanbisect init`: a first matrix for a preset, or what there is."""
+    if name is None and (force or out is not None):
+        raise UsageError("nothing to write: no preset was named\ntry: nanbisect init, which lists them")
+    text = starting.listing() if name is None else starting.begin(name, out=out, force=force)
+    show.console_for().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def schema() -> str:
     """`nanbisect plan --schema`: the JSON Schema of a matrix file for the built-in trainer."""
     return json.dumps(json_schema(VOCABULARIES["sft"]), indent=1)
@@ -123,6 +131,11 @@ def rerun(name: str, cell_name: str, *, repeat: int, changes: tuple[str, ...], r
     console.print(f"run {store}, cell {cell.number}", style="dim", highlight=False, soft_wrap=True)
     for name in driving.changed_inputs(store.run(), trainer, matrix):
         console.print(f"caution: the {name} is not what it was when this run began", style="yellow", soft_wrap=True)
+    if variant is not None or schedule.blocked_by(cell, machine.blocked):
+        console.print(LOOKING, style="dim")
+        if lacks := _lacking(narrowed(changed, target), target, occasion):
+            console.print(f"{_what(cell, changes)}: {lacks}", style="yellow", highlight=False, soft_wrap=True)
+            return NOT_JUDGED
     try:
         with store.lock():
             outcomes = driver.again(
@@ -199,7 +212,7 @@ def load(path: Path, overrides: Overrides) -> Matrix:
         raise UsageError(f"{path} is not UTF-8 (byte {error.start})\ntry: iconv -t utf-8") from error
     except OSError as error:
         raise UsageError(
-            f"{path} can't be read: {error.strerror}\ntry: the path of a matrix file, such as matrices/demo.yaml"
+            f"{path} can't be read: {error.strerror}\ntry: the path of a matrix file; `nanbisect init` writes one"
         ) from error
     return read_matrix(
         text, source=str(path), folder=str(path.parent.resolve()), vocabularies=VOCABULARIES, overrides=overrides
@@ -218,8 +231,7 @@ def overrides(
     """The flags of a command line laid over the matrix. Paths given there are relative to here."""
     if seed is not None:
         sets = (*sets, f"seed={seed}")
-    data = None if data is None else str(Path(data).expanduser().resolve())
-    return Overrides(model=_model(model), data=data, settings=sets, factors=factors, **others)
+    return Overrides(model=_model(model), data=_data(data), settings=sets, factors=factors, **others)
 
 
 def _model(model: str | None) -> str | None:
@@ -228,6 +240,15 @@ def _model(model: str | None) -> str | None:
     path = Path(model).expanduser()
     looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1
     return str(path.resolve()) if path.exists() or looks_like_path else model
+
+
+def _data(data: str | None) -> str | None:
+    """A file or folder as a whole path; a name that a trainer knows (`trl-lib/Capybara`) as it is."""
+    if data is None:
+        return None
+    path = Path(data).expanduser()
+    name = not path.suffix and not data.startswith((".", "/", "~")) and not path.exists()
+    return data if name else str(path.resolve())
 
 
 def occasion(arguments: tuple[str, ...], path: Path, **told: Any) -> Occasion:
@@ -248,8 +269,9 @@ def inputs_of(store: Store) -> RunInputs:
     data = store.run()
     matrix, machine, occasion = driving.from_run_json(data)
     results = tuple(CellResult(cell, _ended(store.outcomes(cell))) for cell in expand(matrix))
-    known = settings_of(VOCABULARIES[matrix.trainer], matrix.command, matrix.flags)
-    neutral = frozenset(name for name, setting in known.items() if setting.neutral)
+    vocabulary = VOCABULARIES[matrix.trainer]
+    vocabulary = replace(vocabulary, settings=settings_of(vocabulary, matrix.command, matrix.flags))
+    neutral = frozenset(name for name, setting in vocabulary.settings.items() if setting.neutral)
     return RunInputs(
         matrix=matrix,
         results=results,
@@ -261,6 +283,7 @@ def inputs_of(store: Store) -> RunInputs:
         interrupted=any(result.status is None for result in results),
         excluded=sum(1 for _ in excluded(matrix)),
         notes=store.notes(),
+        vocabulary=vocabulary,
     )
 
 
@@ -336,33 +359,15 @@ def _latest_of(matrix: Matrix, reports: Path) -> Path:
     return runs[-1]
 
 
-def with_changes(matrix: Matrix, cell: Cell, changes: tuple[str, ...]) -> tuple[Matrix, Cell | None]:
-    """The matrix and cell of `rerun --with`. The changed cell stands outside the matrix. Raises UsageError."""
-    if not changes:
-        return matrix, None
-    settings = settings_of(VOCABULARIES[matrix.trainer], matrix.command, matrix.flags)
-    levels = dict(cell.levels)
-    for change in changes:
-        name, sign, level = change.partition("=")
-        if not sign:
-            raise UsageError(f"--with {change}: no level\ntry: --with {name}=LEVEL")
-        if name not in settings:
-            close = difflib.get_close_matches(name, settings, n=1)
-            mend = f"did you mean {close[0]}?" if close else f"--with k=v with one of {', '.join(settings)}"
-            raise UsageError(f"--with {change}: no setting {name}\ntry: {mend}")
-        try:
-            settings[name].parse(level)
-        except ValueError as error:
-            raise UsageError(f"--with {change}: {level!r} is not {error}") from error
-        levels[name] = level
-    changed = replace(matrix, steps=_steps_for(matrix, levels)) if matrix.trainer == "sft" else matrix
-    return changed, Cell(cell.number, levels)
-
-
-def _steps_for(matrix: Matrix, levels: Mapping[str, str]) -> int:
-    """Steps with which the matrix has records enough for one batch of these levels at least."""
-    batch = global_batch({**matrix.settings, **levels})
-    return max(matrix.steps, -(-batch // largest_batch(matrix)))
+def _lacking(alone: Matrix, cell: Cell, occasion: Occasion) -> str | None:
+    """Why this machine can't run that cell, or None. Looks anew: what was missing may be installed by now."""
+    executor = LocalExecutor()
+    try:
+        machine = driving.check_machine(alone, TRAINERS[alone.trainer], executor, occasion)
+    finally:
+        executor.close()
+    reason = schedule.blocked_by(cell, machine.blocked)
+    return None if reason is None else f"not on this machine: {reason}"
 
 
 def _seeds(earlier: CellResult, driver: Driver, repeat: int, told: str | None) -> list[int]:
@@ -383,10 +388,14 @@ def _heading(console: Console, matrix: Matrix) -> Any:
     return listener
 
 
+def _what(cell: Cell, changes: tuple[str, ...]) -> str:
+    """`cell 4 with lr=1e-2`."""
+    return f"cell {cell.number}" + (f" with {' '.join(changes)}" if changes else "")
+
+
 def compared(earlier: CellResult, outcome: Outcome, cell: Cell, changes: tuple[str, ...]) -> str:
     """Whether an attempt ended as the one it repeats, and at the same place."""
-    before = earlier.outcome
-    what = f"cell {cell.number}" + (f" with {' '.join(changes)}" if changes else "")
+    before, what = earlier.outcome, _what(cell, changes)
     if before is None:
         return f"{what}: {outcome.status.value} ({outcome.reason}); it had not been run before"
     if before.status is not outcome.status:

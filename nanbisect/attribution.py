@@ -148,7 +148,11 @@ def _different_records(strangers: Sequence[CellResult]) -> Iterator[Caution]:
             f"Training in {cells_of(strangers)} never met the records in which another cell failed: finite there "
             "refutes nothing, and the causes leave it out."
         )
-        yield Caution("different_records", text, "Give every cell the same records, in the same order.")
+        yield Caution(
+            "different_records",
+            text,
+            "Give every cell the same records in the same order: no shuffling, or one seeded with `{seed}`.",
+        )
 
 
 def _finding(grid: Grid, causes: Sequence[Cause], strangers: Sequence[CellResult]) -> Finding:

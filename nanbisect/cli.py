@@ -129,9 +129,23 @@ def plan(  # noqa: PLR0913 - a command's options are its parameters
     if schema:
         _finish(lambda: typer.echo(application.schema()))
     if matrix is None:
-        raise typer.BadParameter("a matrix file is needed, such as matrices/demo.yaml", param_hint="MATRIX")
+        raise typer.BadParameter("a matrix file is needed; `nanbisect init` writes one", param_hint="MATRIX")
     overrides = _overrides(model_path, train_jsonl, set_, factor, steps=steps, device=device)
     _finish(lambda: application.plan(matrix, overrides, application.occasion(_argv(), matrix)))
+
+
+@app.command()
+def init(
+    preset: Annotated[str | None, typer.Argument(metavar="PRESET", show_default=False)] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="PRESET.yaml by default; - prints it.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+) -> None:
+    """Write a first matrix for a trainer, commented and ready to edit. Without PRESET, list them."""
+    from nanbisect import app as application
+
+    _finish(lambda: application.init(preset, out=out, force=force))
 
 
 @app.command()

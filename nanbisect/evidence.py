@@ -164,8 +164,9 @@ def _ended_badly(evidence: Evidence) -> tuple[Status, str] | None:
     if how == "stopped":
         return Status.FAILED, "not judged: the training stopped at a non-finite value, and the event itself was lost"
     if ending.code != 0 or how != "done":
-        last = f": {evidence.log_tail[-1]}" if evidence.log_tail else ""
-        return Status.FAILED, f"the training exited with code {ending.code} and did not say why{last}"
+        last = f"; its log ends with: {evidence.log_tail[-1]}" if evidence.log_tail else ""
+        early = " before it was done" if evidence.diary else ""
+        return Status.FAILED, f"the training exited with code {ending.code}{early}{last}"
     return None
 
 

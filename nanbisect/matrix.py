@@ -32,6 +32,14 @@ class Setting:
     choices: tuple[str, ...] = ()
     neutral: bool = False
 
+    def takes(self, level: str) -> bool:
+        """Whether it has that level."""
+        try:
+            self.parse(level)
+        except ValueError:
+            return False
+        return True
+
 
 @dataclass(frozen=True)
 class Factor:

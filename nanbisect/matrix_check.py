@@ -27,6 +27,12 @@ def vocabulary_of(shape: Shape, findings: Findings, known: Mapping[str, Vocabula
     return known.get(shape.trainer)
 
 
+def spelled(setting: Setting, text: str) -> str:
+    """A level as cells have it: a switch may be written true or false."""
+    switched = SWITCH.get(text.lower(), "")
+    return switched if switched in setting.choices else text
+
+
 def excluded_too_much(matrix: Matrix) -> Iterable[tuple[str, str, str]]:
     """The rules of a valid matrix that leave nothing to compare."""
     if sum(1 for _ in excluded(matrix)) == matrix.combinations:
@@ -118,8 +124,7 @@ class Check:
         if scalar.kind == "null":
             self.findings.add(path, "the value is empty", "write one; for no value, where a setting has it, none")
             return scalar.text, None
-        switched = SWITCH.get(scalar.text.lower(), "")
-        text = switched if switched in setting.choices else scalar.text
+        text = spelled(setting, scalar.text)
         try:
             return text, setting.parse(text)
         except ValueError as error:

@@ -8,7 +8,9 @@ plain `{x}`; braces around anything but one word, as in JSON, are text.
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -51,6 +53,13 @@ def placeholders(value: Any) -> Iterator[str]:
 def fill(text: str, values: Mapping[str, str]) -> str:
     """The text with its placeholders filled. Raises KeyError for one without a value."""
     return PLACEHOLDER.sub(lambda match: values[match["name"]] if match["name"] else f"{{{match['plain']}}}", text)
+
+
+def shown(template: Expansion) -> str:
+    """A template on one line, as a shell or a configuration file would have it; empty for no words at all."""
+    words = " ".join(word if re.fullmatch(r"[^\s'\"]+", word) else shlex.quote(word) for word in template.words)
+    keys = (f"{CONFIG}{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in template.config.items())
+    return ", ".join(part for part in (words, *keys) if part)
 
 
 def plain_value(tree: Tree) -> Any:

@@ -88,17 +88,17 @@ OFTEN_IDENTICAL = frozenset(
 
 ADVICE = {
     Status.UNSUPPORTED: "Install what is missing, or take the level out of the matrix.",
-    Status.OUT_OF_MEMORY: "Shorten the records, use a larger GPU, or set `optimizer: none` (backward only).",
+    Status.OUT_OF_MEMORY: "Shorten the records, use a larger GPU, or in trainer sft set `optimizer: none`.",
     Status.FAILED: "Read the log of one of these cells and mend what it names; `rerun` tries one of them again.",
     Status.TIMED_OUT: "Raise `--timeout` and go on with `--resume`, which tries them again.",
     Status.KILLED: "Find out who stopped them (the scheduler, the out-of-memory killer), then `--resume`.",
     Status.NO_TRAINING: "No backward pass was seen. Check that the command trains in the process it starts.",
 }
 
-IDLE = "Take the factor out of the matrix, or make the recipe (or the model) use the setting."
+IDLE = "Take the factor out of the matrix, or make the training use the setting."
 DOUBTS = {
     "scaler_skip": "Skips in the first steps are healthy; use bf16 if they go on.",
-    "attention_otherwise": "Read the level as the recipe's own name for what it does.",
+    "attention_otherwise": "Read the level as the training code's own name for what it does.",
 }
 """Advice for what an attempt doubted."""
 RUN_NOTES = {
@@ -372,34 +372,39 @@ def _attempts(results: Sequence[CellResult]) -> Iterator[Caution]:
 def _identical_bits(
     factors: Sequence[Factor], results: Sequence[CellResult], neutral_settings: frozenset[str]
 ) -> Iterator[Caution]:
-    """Levels that gave the same first loss and norm to the last bit, in every pair that can be compared."""
+    """Levels that gave the same first loss and norm to the last bit, in every pair that can be compared.
+
+    Where one level failed and the other did not, the setting has reached the training all the same.
+    """
     finite = [result for result in results if _comparable(result)]
+    judged = [result for result in results if result.outcome is not None and result.outcome.judged]
     for factor in factors:
         if factor.name in neutral_settings | OFTEN_IDENTICAL:
             continue
-        for (low, high), same in _same_bits(factors, finite, factor).items():
-            if all(same):
-                pairs = "1 pair" if len(same) == 1 else f"{len(same)} pairs"
+        apart = {names for names, low, high in _alone(factors, judged, factor) if low.status is not high.status}
+        same: defaultdict[tuple[str, str], list[bool]] = defaultdict(list)
+        for names, low, high in _alone(factors, finite, factor):
+            same[names].append(_first_step(low) == _first_step(high))
+        for (low_name, high_name), equal in same.items():
+            if all(equal) and (low_name, high_name) not in apart:
+                pairs = "1 pair" if len(equal) == 1 else f"{len(equal)} pairs"
                 yield Caution(
                     "identical_bits",
-                    f"{factor.name}={low} and {factor.name}={high} gave bit-identical first losses and "
+                    f"{factor.name}={low_name} and {factor.name}={high_name} gave bit-identical first losses and "
                     f"gradient norms in {pairs} of cells: the setting may not have reached the training.",
                     f"Check in a cell's log that {factor.name} is what the matrix says.",
                 )
 
 
-def _same_bits(
-    factors: Sequence[Factor], finite: Sequence[CellResult], factor: Factor
-) -> Mapping[tuple[str, str], list[bool]]:
-    """For each two levels of a factor: whether the pairs of cells that differ only there are identical."""
+def _alone(
+    factors: Sequence[Factor], results: Sequence[CellResult], factor: Factor
+) -> Iterator[tuple[tuple[str, str], CellResult, CellResult]]:
+    """Pairs of cells that differ in this factor alone, with their two levels, in the factor's order."""
     others = [other.name for other in factors if other.name != factor.name]
-    found: defaultdict[tuple[str, str], list[bool]] = defaultdict(list)
-    for row in _groups(finite, others, by_batch=False):
+    for row in _groups(results, others, by_batch=False):
         ordered = sorted(row, key=lambda result: factor.levels.index(result.cell.levels[factor.name]))
         for low, high in combinations(ordered, 2):
-            names = (low.cell.levels[factor.name], high.cell.levels[factor.name])
-            found[names].append(_first_step(low) == _first_step(high))
-    return found
+            yield (low.cell.levels[factor.name], high.cell.levels[factor.name]), low, high
 
 
 def _first_step(result: CellResult) -> tuple[float, float]:

@@ -32,7 +32,7 @@ from nanbisect.matrix import Cell, Matrix, expand, run_order
 from nanbisect.outcome import CellResult, Note, Outcome, Status
 from nanbisect.pool import Pool
 from nanbisect.slots import Trial
-from nanbisect.store import DIARY, Store, read_evidence, read_lines
+from nanbisect.store import Store, read_evidence
 from nanbisect.trainers.base import Launch, Trainer
 from nanbisect.warm_check import WarmCheck
 
@@ -213,14 +213,12 @@ class Driver:
             outcome = self.store.outcome(folder)
             if outcome is None:
                 number = int(folder.name.partition("-")[2])
-                outcome = self._judge_folder(cell, folder, number=number, seed=self._seed_in(folder), ended=None)
+                seed = self.store.seed(folder)
+                seed = self.seed(1) if seed is None else seed  # never started: killed, whatever its seed
+                outcome = self._judge_folder(cell, folder, number=number, seed=seed, ended=None)
                 self.store.write_outcome(folder, outcome)
             outcomes.append(outcome)
         return tuple(outcomes)
-
-    def _seed_in(self, folder: Path) -> int:
-        lines = [line for line in read_lines(folder / DIARY) if line["kind"] == "loaded"]
-        return int(lines[0]["resolved"].get("seed", 0)) if lines else self.seed(1)
 
     def _done(self, results: Mapping[str, CellResult]) -> int:
         """How many cells have nothing left to do; those under way have."""
@@ -236,6 +234,7 @@ class Driver:
         seed = self.seed(attempt.index) if seed is None else seed
         try:
             number, folder = self.store.new_attempt(attempt.cell, variant=self.variant)
+            self.store.write_seed(folder, seed)
             launch = self.trainer.launch(self.matrix, attempt.cell, seed=seed, folder=folder)
             task = self._task(launch, folder, slots)
             handle = self.executor.start(replace(task, warm=self.warm.start(launch.warm)))

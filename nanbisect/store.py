@@ -2,7 +2,8 @@
 
     <run>/run.json                                  the matrix as read, arguments, environment
     <run>/notes.jsonl                               what is to be said of the whole run, such as a GPU put aside
-    <run>/cells/<slug>-<8 hex>/attempt-1/           outcome.json, exit.json, events.*.jsonl, trainer.jsonl, log.txt
+    <run>/cells/<slug>-<8 hex>/attempt-1/           attempt.json (its seed), outcome.json, exit.json, log.txt,
+                                                    events.*.jsonl, trainer.jsonl
     <run>/variants/<slug>-<8 hex>/attempt-1/        the same, for `rerun --with`
     <run>/results.csv, result.json, report.md
 
@@ -37,7 +38,7 @@ RUN, RESULT, CSV, REPORT, LOCK = "run.json", "result.json", "results.csv", "repo
 NOTES = "notes.jsonl"
 SCRATCH = "warm-check"
 IGNORE, IGNORE_ALL = ".gitignore", "*\n"
-OUTCOME, LOG, DIARY, ARMED = "outcome.json", "log.txt", "trainer.jsonl", "armed.jsonl"
+ABOUT, OUTCOME, LOG, DIARY, ARMED = "attempt.json", "outcome.json", "log.txt", "trainer.jsonl", "armed.jsonl"
 TAIL_BYTES = 1 << 16
 LARGE, ENDS = 1 << 26, 1 << 20
 PROBE = Path(__file__).parent / "probe"
@@ -127,6 +128,17 @@ class Store:
         with explained(path):
             path.mkdir(parents=True)
         return number, path
+
+    def write_seed(self, folder: Path, seed: int) -> None:
+        """Note the seed of an attempt before it starts: a command never says it, and its driver may die."""
+        self._write(folder.relative_to(self.folder) / ABOUT, json.dumps({"schema": SCHEMA, "seed": seed}))
+
+    def seed(self, folder: Path) -> int | None:
+        """The seed of an attempt; None for one that was never started."""
+        try:
+            return int(json.loads((folder / ABOUT).read_text(encoding="utf-8"))["seed"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def outcomes(self, cell: Cell, *, variant: bool = False) -> tuple[Outcome, ...]:
         """The outcomes on disk, oldest attempt first. Torn ones are judged again by the driver."""

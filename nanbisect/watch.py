@@ -13,6 +13,7 @@ from nanbisect.evidence import Effect, Ending, judge
 from nanbisect.outcome import Outcome, Status
 from nanbisect.store import read_evidence
 from nanbisect.trainers.base import probe_environment
+from nanbisect.trainers.starters import starter_for
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ def _head(outcome: Outcome) -> str:
 
 def _next(outcome: Outcome, command: Sequence[str]) -> list[str]:
     if outcome.status is Status.NONFINITE:
-        return ["next: a matrix with `trainer: command` over the settings you suspect says which of them brings it"]
+        name = starter_for(command)
+        return [f"next: `nanbisect init {name}` writes a matrix to find the setting that brings it"]
     if outcome.status is Status.NO_TRAINING:
         return [
             f"next: {Path(command[0]).name} may drop PYTHONPATH (a container, ssh, sudo, `python -I`), run another "

@@ -31,11 +31,12 @@ FLOORS = (
             "matrix_check",
             "matrix_file",
             "matrix_schema",
+            "suspects",
         ),
         *("evidence", "neutrality", "combinations", "attribution", "search", "schedule", "slots", "tables", "report"),
     ),
     ("executors", "gpus", "ports", "store", "trainers"),
-    ("machine", "pool", "warm_check", "run", "watch", "environment"),
+    ("machine", "pool", "warm_check", "run", "changes", "starting", "watch", "environment"),
     ("console", "app", "cli", "__main__"),
 )
 NO_EFFECTS = {"os", "time", "random", "pathlib", "subprocess", "socket", "tempfile", "threading", "secrets", "shutil"}
@@ -154,5 +155,5 @@ def test_only_the_store_and_the_writers_know_file_names() -> None:
             for n in ast.walk(tree)
             if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in docs
         ]
-        for name in ("outcome.json", "run.json", "trainer.jsonl", "exit.json", "events."):
+        for name in ("attempt.json", "outcome.json", "run.json", "trainer.jsonl", "exit.json", "events."):
             assert not any(text.startswith(name) for text in texts), f"{name_of(path)} spells {name}"

@@ -385,6 +385,15 @@ def test_identical_bits_need_a_norm_and_every_pair() -> None:
     assert "identical_bits" not in codes(attribute(factors, differs_once))
 
 
+def test_a_setting_that_brings_the_nan_has_reached_the_training() -> None:
+    """However alike its finite cells are."""
+    factors = matrix(a="01", b="01")
+    results = ran(factors, lambda levels: NONFINITE if levels == {"a": "1", "b": "1"} else step(1.0))
+    assert "identical_bits" not in codes(attribute(factors, results))
+    idle = ran(factors, lambda levels: NONFINITE if levels["a"] == "1" else step(1.0))
+    assert caution(attribute(factors, idle), "identical_bits").text.startswith("b=0 and b=1 gave")
+
+
 ATTENTION = (Factor("attention", ("sdpa", "eager")), Factor("channel_weights", ("1,8", "1,32")))
 
 

@@ -333,6 +333,22 @@ def test_a_command_that_is_not_there_is_said_at_once(tmp_path: Path) -> None:
             TRAINER.check(read(command_of(word), tmp_path), folder=tmp_path)
 
 
+def test_all_that_is_not_there_is_said_before_any_cell(tmp_path: Path) -> None:
+    """The script of a Python program and the data; after another program a script may lie anywhere."""
+    more = "data: ./train.jsonl\nmodel: ./checkpoint\n"
+    text = "trainer: command\ncommand: [WORD, train.py, '{lr}', '{model}', '{data}']\n" + FACTORS
+    with pytest.raises(UsageError) as caught:
+        TRAINER.check(read(text.replace("WORD", sys.executable) + more, tmp_path), folder=tmp_path)
+    for said in ("the script is not there", "the model './checkpoint' is not there", "the data './train.jsonl' is not"):
+        assert said in str(caught.value)
+    names = "data: trl-lib/Capybara\nmodel: Qwen/Qwen3-0.6B\n"
+    TRAINER.check(read(text.replace("WORD", "env") + names, tmp_path), folder=tmp_path)
+    TRAINER.check(read(text.replace("WORD", "env") + "data: ./*.jsonl\nmodel: a\n", tmp_path), folder=tmp_path)
+    TRAINER.check(read(text.replace("WORD", "env") + "data: /in/the/container\nmodel: a\n", tmp_path), folder=tmp_path)
+    (tmp_path / "train.py").touch()
+    TRAINER.check(read(text.replace("WORD", sys.executable) + names, tmp_path), folder=tmp_path)
+
+
 def test_a_python_without_torch_is_said(tmp_path: Path) -> None:
     """`-S` stands for an environment that holds nothing; the mend names what to do."""
     launch = TRAINER.check(read(command_of(sys.executable), tmp_path), folder=tmp_path)

@@ -24,7 +24,7 @@ MATRICES = sorted((ROOT / "matrices").glob("*.yaml"))
 
 def commands() -> list[list[str]]:
     """Every `nanbisect ...` of the README, as words without comments."""
-    found = [re.search(r"nanbisect (run|plan|rerun|report|watch|doctor|--).*", line) for line in SHELL]
+    found = [re.search(r"nanbisect (run|plan|init|rerun|report|watch|doctor|--).*", line) for line in SHELL]
     return [shlex.split(match[0], comments=True) for match in found if match]
 
 
@@ -102,6 +102,7 @@ FLAGS = {
         "--gpus", "--jobs", "--cold", "--no-check", "--resume", "--out", "--help",
     },
     "plan": {"--model-path", "--train-jsonl", "--set", "--factor", "--steps", "--device", "--schema", "--help"},
+    "init": {"--out", "--force", "--help"},
     "rerun": {"--repeat", "--with", "--help"},
     "watch": {"--steps", "--stop", "--json", "--help"},
     "report": {"--format", "--redact", "--help"},

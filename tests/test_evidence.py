@@ -121,7 +121,7 @@ def test_a_crash_names_the_signal_and_a_silent_exit_the_last_line() -> None:
     files = {**fakes.finite_files(), "trainer.jsonl": end(None)}
     assert "SIGSEGV" in judged(files, Ending("exited", None, 11, 1.0, False)).reason
     outcome = judged(files, Ending("exited", 2, None, 1.0, False), log=("", "ValueError: no such file"))
-    assert "ValueError: no such file" in outcome.reason
+    assert outcome.reason.endswith("with code 2 before it was done; its log ends with: ValueError: no such file")
     assert outcome.log_tail[-1] == "ValueError: no such file"
 
 
@@ -176,7 +176,9 @@ def test_a_command_without_a_diary_is_judged_by_the_probe_alone() -> None:
     files = {"armed.jsonl": "{}", "events.0.1.jsonl": fakes.lines(*events)}
     outcome = judged(files)
     assert (outcome.status, outcome.records, outcome.loss) == (Status.FINITE, ("row 4", "row 7"), (2.5,))
-    assert judged(files, Ending("exited", 1, None, 1.0, False)).status is Status.FAILED
+    failed = judged(files, Ending("exited", 1, None, 1.0, False), log=("no such option",))
+    assert failed.status is Status.FAILED
+    assert failed.reason == "the training exited with code 1; its log ends with: no such option"
     assert judged(files, Ending("exited", None, 6, 1.0, False)).status is Status.FAILED
     stopped = {"kind": "stopped", "time": 9.5, "why": "steps", "steps": 1, "backwards": 1, "tries": 1, "forced": False}
     told = {**files, "events.0.1.jsonl": fakes.lines(*events[:-1], stopped, fakes.EXIT)}

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from nanbisect.attribution import Attribution, Cause, Caution, Divergence, Finding, Standing, attribute
-from nanbisect.matrix import Cell, Factor, Matrix, expand
+from nanbisect.matrix import Cell, Expansion, Factor, Matrix, expand
+from nanbisect.matrix_command import settings_of
 from nanbisect.outcome import CellResult, Note, Outcome, Site, Smear, Status
 from nanbisect.report.escape import rendered
 from nanbisect.report.grid import build_grid
@@ -24,6 +25,7 @@ from nanbisect.report.model import Report, RunInputs, build
 from nanbisect.report.redact import Redactor
 from nanbisect.report.result import to_result
 from nanbisect.report.words import clip, combination, figure
+from nanbisect.trainers.registry import VOCABULARIES
 
 DEMO = Matrix(
     name="demo",
@@ -83,6 +85,7 @@ def inputs_of(judge: Judge = demo, matrix: Matrix = DEMO, **others: Any) -> RunI
         "folder": "demo-20251130-170000",
         "command": ("nanbisect", "run", "matrices/demo.yaml"),
         "matrix_path": "matrices/demo.yaml",
+        "vocabulary": VOCABULARIES["sft"],
     }
     return RunInputs(matrix=matrix, results=results, **{**given_, **others})
 
@@ -235,6 +238,40 @@ def test_nothing_failed_is_not_reproduced_and_says_what_to_try() -> None:
     assert commands[:2] == [
         "nanbisect run matrices/demo.yaml --steps 30",
         "nanbisect run matrices/demo.yaml --factor 'precision=bf16|fp32'",
+    ]
+
+
+SCRIPT = Matrix(
+    name="mine",
+    trainer="command",
+    command=("python", "train.py", "--steps", "{steps}"),
+    settings={"batch_size": "2", "precision": "half", "lr": "1e-3"},
+    factors=(Factor("kernel", ("plain", "fused")),),
+    flags={
+        "kernel": {"plain": Expansion(), "fused": Expansion(("--kwargs", '{"fused": true}'))},
+        "batch_size": {"*": Expansion(("--batch", "{value}"))},
+        "precision": {"full": Expansion(("--full",)), "half": Expansion(config={"train.half": True})},
+    },
+)
+
+
+def test_the_report_of_a_command_speaks_of_the_command() -> None:
+    """No recipe, no records of the matrix: its own settings, what it was and what its flags became."""
+    known = settings_of(VOCABULARIES["command"], SCRIPT.command, SCRIPT.flags)
+    vocabulary = replace(VOCABULARIES["command"], settings=known)
+    report = report_of(everything(GOOD), SCRIPT, vocabulary=vocabulary)
+    text = to_markdown(report, Redactor.none())
+    assert "recipe" not in text
+    assert "skip_records" not in text
+    assert "one process a cell" not in text
+    assert "command=python train.py --steps {steps}" in report.settings
+    assert "flags.batch_size=--batch {value}" in report.settings
+    assert """flags.kernel=plain: nothing; fused: --kwargs '{"fused": true}'""" in report.settings
+    assert "flags.precision=full: --full; half: config.train.half: true" in report.settings
+    assert [str(step) for step in report.next_steps[1:3]] == [
+        "Vary what this matrix leaves alone: `batch_size` and `precision`: `nanbisect run matrices/demo.yaml "
+        "--factor 'batch_size=2|1|8' --factor 'precision=half|full'`",
+        "Map under `flags` what the command takes of `attention` and `gradient_checkpointing`, and make it a factor.",
     ]
 
 

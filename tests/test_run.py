@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nanbisect.errors import UsageError
 from nanbisect.events import CellEnded, Event, LevelBlocked, RunEnded, RunStarted
-from nanbisect.executors.base import Exit
+from nanbisect.executors.base import Exit, Task
 from nanbisect.executors.scripted import Scripted, ScriptedExecutor
 from nanbisect.matrix import Matrix, expand
 from nanbisect.outcome import CellResult, Status
@@ -217,6 +217,26 @@ def test_stopping_anywhere_and_resuming_gives_the_same(
     assert [result.status for result in resumed] == [result.status for result in whole]
     assert {task.argv[1] for task in second.starts}.isdisjoint(seen)
     assert {result.outcome.seed for result in resumed if result.outcome} == {0}
+
+
+def test_an_attempt_without_an_outcome_keeps_its_seed(tmp_path: Path) -> None:
+    """A command never says its seed; its driver died between the end of attempt 2 and the outcome."""
+
+    def script(task: Task) -> Scripted:
+        levels = json.loads((task.folder / "cell.json").read_text())["levels"]
+        files = fakes.nonfinite_files() if both(levels) else fakes.finite_files()
+        del files["trainer.jsonl"]
+        return Scripted(exit=Exit("exited", code=0, seconds=1.0), files=files)
+
+    matrix = replace(MATRIX, repeat=2, settings={"seed": "5"})
+    before = go(driver_for(tmp_path / "r", ScriptedExecutor(script), matrix=matrix))
+    for path in (tmp_path / "r").glob("cells/*/attempt-2/outcome.json"):
+        path.unlink()
+    second = ScriptedExecutor(script)
+    after = go(driver_for(tmp_path / "r", second, matrix=matrix))
+    assert second.starts == []
+    assert [result.status for result in after] == [result.status for result in before]
+    assert {tuple(outcome.seed for outcome in result.attempts) for result in after} == {(5, 6)}
 
 
 def test_an_interrupt_stops_what_runs_and_keeps_what_ended(tmp_path: Path) -> None:

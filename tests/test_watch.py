@@ -49,6 +49,7 @@ def test_it_names_the_first_gradient_and_what_the_script_blamed(script: Path) ->
     assert "non-finite: nan in backward of step 3, micro-batch 0, first in 1." in done.err
     assert "would have blamed 0.weight" in done.err
     assert "records of that batch: row 4, row 5" in done.err
+    assert "next: `nanbisect init command` writes a matrix" in done.err
     seen = json.loads((script / "seen.json").read_text())
     assert (seen["status"], seen["site"]["step"]) == ("nonfinite", 3)
 

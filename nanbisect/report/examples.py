@@ -7,22 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nanbisect.attribution import Cause, Finding
-from nanbisect.matrix import Matrix
+from nanbisect.matrix import Matrix, Setting
 from nanbisect.neutrality import listed
 from nanbisect.outcome import CellResult, Status
 from nanbisect.report.inputs import NOT_RUN, RunInputs, holds
 from nanbisect.report.verdict import known, not_varied
 from nanbisect.report.words import code, one_line
+from nanbisect.suspects import quick_levels
 
 MORE_STEPS = 10
 SHOWN_DECIDING = 3
-OTHER_LEVELS = {
-    "attention": "sdpa|eager",
-    "gradient_checkpointing": "off|on",
-    "batch_size": "1|8",
-    "precision": "fp32|bf16",
-}
-"""What to try of a factor that the matrix does not vary."""
 
 
 @dataclass(frozen=True)
@@ -225,22 +219,38 @@ def _to_reproduce(inputs: RunInputs) -> Iterator[Step]:
     matrix = inputs.matrix
     longer = replace(inputs, command=without(own_command(inputs), "--steps", values=1))
     yield Step("Train longer.", anew(longer, "--steps", str(matrix.steps * MORE_STEPS)))
-    others = [name for name in not_varied(inputs) if matrix.trainer == "sft"]
-    if others:
-        flags = [part for name in others for part in ("--factor", f"{name}={_levels(matrix, name)}")]
-        text = f"Vary what this matrix leaves alone: {listed([code(name) for name in others])}."
-        free = replace(inputs, command=_without_sets(own_command(inputs), others))
-        yield Step(text, anew(free, *flags))
-    records = "other records than these" if matrix.records or matrix.skip_records else "more or other records"
-    yield Step(f"Use {records} (`records` and `skip_records` in the matrix), in the data order of the run that failed.")
+    yield from _to_vary(inputs)
+    other = "other records than these" if matrix.records or matrix.skip_records else "more or other records"
+    order = "in the data order of the run that failed"
+    if inputs.vocabulary.commands:
+        yield Step(f"Give the command {other}, {order}.")
+    else:
+        yield Step(f"Use {other} (`records` and `skip_records` in the matrix), {order}.")
+    alone = "" if inputs.vocabulary.commands else ", one process a cell,"
     yield Step(
-        f"Look at what else differs from the run that failed: this one used {one_line(inputs.device)}, one process a "
-        "cell, and the settings listed here."
+        f"Look at what else differs from the run that failed: this one used {one_line(inputs.device)}{alone} and the "
+        "settings listed here."
     )
 
 
-def _levels(matrix: Matrix, name: str) -> str:
+def _to_vary(inputs: RunInputs) -> Iterator[Step]:
+    """Suspects that the matrix leaves alone: as factors, or first as settings of the command."""
+    known = inputs.vocabulary.settings
+    suspects = not_varied(inputs)
+    levels = {name: _levels(inputs.matrix, known[name]) for name in suspects if name in known}
+    ready = {name: texts for name, texts in levels.items() if len(texts) > 1}
+    if ready:
+        flags = [part for name, texts in ready.items() for part in ("--factor", f"{name}={'|'.join(texts)}")]
+        text = f"Vary what this matrix leaves alone: {listed([code(name) for name in ready])}."
+        free = replace(inputs, command=_without_sets(own_command(inputs), tuple(ready)))
+        yield Step(text, anew(free, *flags))
+    missing = [code(name) for name in suspects if name not in known]
+    if missing:
+        yield Step(f"Map under `flags` what the command takes of {listed(missing)}, and make it a factor.")
+
+
+def _levels(matrix: Matrix, setting: Setting) -> tuple[str, ...]:
     """Levels to try, with the one that the matrix holds constant first."""
-    usual = OTHER_LEVELS[name].split("|")
-    own = matrix.settings.get(name)
-    return "|".join([own, *(level for level in usual if level != own)] if own else usual)
+    own = matrix.settings.get(setting.name)
+    usual = quick_levels(setting.name, setting)
+    return tuple(dict.fromkeys((own, *usual))) if own else usual

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from nanbisect.attribution import Attribution, Caution
-from nanbisect.matrix import Cell, Matrix
+from nanbisect.matrix import Cell, Matrix, Vocabulary
 from nanbisect.neutrality import run_cautions
 from nanbisect.outcome import CellResult, Note, Status
 
@@ -24,6 +24,7 @@ class RunInputs:
     `environment` may hold device, python, torch, cuda, packages {name: version}, gpus [{name, memory}],
     cpu, system, nanbisect. `command` is the user's argv, `matrix_path` the matrix file as the user gave
     it, `excluded` the number of combinations that the matrix takes out, `notes` what was noted of the whole run.
+    `vocabulary` is the trainer's, with the settings that the matrix's own command and flags make.
     """
 
     matrix: Matrix
@@ -36,6 +37,7 @@ class RunInputs:
     interrupted: bool = False
     excluded: int = 0
     notes: tuple[Note, ...] = ()
+    vocabulary: Vocabulary = field(default_factory=lambda: Vocabulary(settings={}))
 
     @cached_property
     def cautions(self) -> tuple[Caution, ...]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nanbisect.matrix import ANY_LEVEL, Expansion, Matrix
+from nanbisect.matrix_command import shown
 from nanbisect.report.inputs import RunInputs
 from nanbisect.report.words import one_line
 
@@ -36,13 +38,33 @@ def training_rows(inputs: RunInputs) -> tuple[tuple[str, str], ...]:
         "recipe": matrix.recipe,
         "model": " ".join(str(told[name]) for name in ("model_class",) if told.get(name)) or matrix.model,
         "parameters": told.get("parameters"),
-        "steps": f"{matrix.steps} with the largest batch; every cell sees the same records",
+        "command": shown(Expansion(matrix.command)),
+        "steps": f"{matrix.steps} with the largest batch; {_same(inputs)}",
     }
     rows |= {name: told[name] for name in told if name in SETTINGS_SHOWN and name not in matrix.settings}
     rows |= matrix.settings
     factors = {factor.name for factor in matrix.factors}
-    shown = ((name, one_line(_value(name, value))) for name, value in rows.items() if name not in factors)
-    return tuple((name, value) for name, value in shown if value)
+    rows = {name: value for name, value in rows.items() if name not in factors}
+    rows |= {
+        f"flags.{name}": _template(matrix, name) for name in matrix.flags if name in matrix.settings.keys() | factors
+    }
+    texts = ((name, one_line(_value(name, value))) for name, value in rows.items())
+    return tuple((name, text) for name, text in texts if text)
+
+
+def _same(inputs: RunInputs) -> str:
+    """What cells have in common: a command reads its data itself."""
+    if inputs.vocabulary.commands:
+        return "smaller ones take more, over as many records"
+    return "every cell sees the same records"
+
+
+def _template(matrix: Matrix, name: str) -> str:
+    """What a setting of the matrix's own becomes: `--batch-size {value}`, or by level."""
+    levels = {level: shown(template) for level, template in matrix.flags[name].items()}
+    if ANY_LEVEL in levels and len(levels) == 1:
+        return levels[ANY_LEVEL]
+    return "; ".join(f"{level}: {text or 'nothing'}" for level, text in levels.items())
 
 
 def versions(inputs: RunInputs) -> str:

@@ -6,11 +6,12 @@ which trainer it has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from nanbisect.errors import UsageError
 from nanbisect.evidence import Effect
 from nanbisect.executors.base import WarmStart
 from nanbisect.matrix import Cell, Matrix, Vocabulary
@@ -57,8 +58,23 @@ class Trainer(Protocol):
     def work(self, matrix: Matrix, cells: Sequence[Cell]) -> Mapping[str, float]:
         """How much each cell has to do, by its id: its number of micro-batches."""
 
+    def steps_for(self, matrix: Matrix, levels: Mapping[str, str]) -> int:
+        """The matrix's `steps`, or as many as a cell of these levels needs that stands outside the matrix."""
+
     def inputs(self, matrix: Matrix) -> Mapping[str, Path]:
         """Files and folders whose change makes another experiment: recipe, data, model, as far as they are local."""
+
+
+def together(*looks: Callable[[], object]) -> None:
+    """Look at everything, and raise UsageError once with all that is wrong."""
+    said = []
+    for look in looks:
+        try:
+            look()
+        except UsageError as error:
+            said.append(str(error))
+    if said:
+        raise UsageError("\n".join(said))
 
 
 def probe_environment(folder: Path, inherited: Mapping[str, str]) -> dict[str, str]:

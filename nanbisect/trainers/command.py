@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -22,7 +23,7 @@ from nanbisect.outcome import Note
 from nanbisect.ports import free_port, port_environment
 from nanbisect.store import DIARY
 from nanbisect.trainers import templates
-from nanbisect.trainers.base import Launch, probe_environment
+from nanbisect.trainers.base import Launch, probe_environment, together
 from nanbisect.trainers.command_problems import problems
 from nanbisect.trainers.interpreter import find_program, find_python
 from nanbisect.trainers.presets import Preset
@@ -33,6 +34,7 @@ from nanbisect.trainers.warm_start import warm_start
 INSTALLED = Path(__file__).with_name("installed.py")
 CONFIG_FILE = "config.yaml"
 OWN_CONFIG = "config_file"  # the setting that names a configuration of the user's, over which ours is laid
+SCRIPT = re.compile(r"[^\s{}]+\.py")
 BATCH = ("batch_size", "gradient_accumulation", "processes")  # settings whose product is the global batch
 NO_TRACKERS = {
     "WANDB_MODE": "disabled",
@@ -80,21 +82,14 @@ class CommandTrainer:
         )
 
     def check(self, matrix: Matrix, *, folder: Path) -> Launch:
-        """One look into the command's own Python. Raises UsageError when there is no such command."""
+        """One look into the command's own Python. Raises UsageError when something that it needs is not there."""
         folder, workdir, env = folder.resolve(), workdir_of(matrix), self._environment(matrix)
+        self._look(matrix, workdir, {**os.environ, **env})
         settings = {**self._defaults, **matrix.settings, **matrix.baseline}
         parts = templates.parts_of(matrix, self.preset, settings)
         values = {**settings, **self._values(matrix, parts, steps=matrix.steps, seed=0, folder=folder)}
         argv = _filled(parts.argv(self.preset.after), values)
-        whole = {**os.environ, **env}
-        if find_program(argv[0], workdir=workdir, env=whole) is None:
-            where = f"no program {workdir / argv[0]}" if "/" in argv[0] else "it is not on PATH"
-            raise UsageError(
-                f"the command can't be started: {argv[0]}: {where}\n"
-                "try: activate the environment that you train in, or write the whole path into the command"
-            )
-        _own_config(settings.get(OWN_CONFIG), Path(matrix.folder))
-        python = find_python(argv, workdir=workdir, env=whole)
+        python = find_python(argv, workdir=workdir, env={**os.environ, **env})
         return self._looking(
             folder,
             workdir,
@@ -132,6 +127,10 @@ class CommandTrainer:
             found[cell.id] = float(steps_of(matrix, settings) * _count(settings, "gradient_accumulation"))
         return found
 
+    def steps_for(self, matrix: Matrix, levels: Mapping[str, str]) -> int:
+        """The matrix's own: how many records there are is the command's affair."""
+        return matrix.steps
+
     def inputs(self, matrix: Matrix) -> Mapping[str, Path]:
         """The files among the command's words, the model and the data, where they are local."""
         folder = workdir_of(matrix)
@@ -141,6 +140,28 @@ class CommandTrainer:
             if text and Path(matrix.folder, text).exists():
                 found[name] = Path(matrix.folder, text)
         return found
+
+    def _look(self, matrix: Matrix, workdir: Path, env: Mapping[str, str]) -> None:
+        """Whether what the matrix names is there. Raises UsageError with all that is not.
+
+        After a program that is no Python's (a container, ssh) script and data may lie where nobody can look.
+        """
+        settings = {**self._defaults, **matrix.settings, **matrix.baseline}
+        words = matrix.command or self.preset.command
+        values = {**{name: f"{{{name}}}" for word in words for name in placeholders(word)}, **settings}
+        argv = templates.fill_all(words, values)
+        there = find_program(argv[0], workdir=workdir, env=env) is not None
+        elsewhere = there and find_python(argv[:1], workdir=workdir, env=env) is None
+        here: list[Callable[[], object]] = [
+            lambda: _script(words, argv, workdir),
+            lambda: _data(matrix),
+        ]
+        together(
+            lambda: there or _no_program(argv[0], workdir),
+            lambda: model_path(matrix),
+            lambda: _own_config(settings.get(OWN_CONFIG), Path(matrix.folder)),
+            *([] if elsewhere else here),
+        )
 
     # pieces ------------------------------------------------------------------------------------
 
@@ -265,6 +286,37 @@ def data_of(matrix: Matrix) -> str | None:
     return str(path.resolve()) if path.exists() else matrix.data
 
 
+def _data(matrix: Matrix) -> None:
+    """Raises UsageError for data by a path that is not there."""
+    data = data_of(matrix)
+    if data and data.startswith((".", "/", "~")) and not re.search(r"[*?[]", data) and not Path(data).exists():
+        raise UsageError(
+            f"the data {data!r} is not there: no file or folder {Path(matrix.folder, Path(data).expanduser())}\n"
+            "try: data: in the matrix (relative to it), or --train-jsonl FILE"
+        )
+
+
+def _no_program(word: str, workdir: Path) -> NoReturn:
+    where = f"no program {workdir / word}" if "/" in word else "it is not on PATH"
+    raise UsageError(
+        f"the command can't be started: {word}: {where}\n"
+        "try: activate the environment that you train in, or write the whole path into the command"
+    )
+
+
+def _script(words: Sequence[str], argv: Sequence[str], workdir: Path) -> None:
+    """Raises UsageError unless the script is there: the first word that is one."""
+    for template, word in zip(words, argv, strict=True):
+        if SCRIPT.fullmatch(word):
+            if (workdir / word).is_file():
+                return
+            name = next(placeholders(template), None)
+            mend = f"--set {name}=PATH" if name else "its path in the command"
+            raise UsageError(
+                f"the script is not there: no file {workdir / word}\ntry: {mend}, or workdir: in the matrix"
+            )
+
+
 def _filled(words: Sequence[str], values: Mapping[str, str]) -> tuple[str, ...]:
     try:
         return templates.fill_all(words, values)
@@ -290,7 +342,8 @@ def _own_config(path: str | None, folder: Path) -> dict[str, Any]:
     try:
         data = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"the configuration {file} can't be read: {error}\ntry: --set {OWN_CONFIG}=FILE") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"the configuration {file} can't be read: {why}\ntry: --set {OWN_CONFIG}=FILE") from error
     if not isinstance(data, dict):
         raise UsageError(f"the configuration {file} is no mapping of keys\ntry: --set {OWN_CONFIG}=FILE")
     return data
@@ -307,7 +360,10 @@ def installed_names(python: str, parsers: tuple[str, ...], workdir: str) -> froz
     script = [python, str(INSTALLED), "--names", "/dev/stdin"]
     job = json.dumps({"parsers": parsers})
     done = subprocess.run(script, input=job, capture_output=True, text=True, cwd=workdir, check=False, timeout=120)
-    return frozenset(json.loads(done.stdout)) if done.returncode == 0 else frozenset()
+    try:
+        return frozenset(json.loads(done.stdout)) if done.returncode == 0 else frozenset()
+    except ValueError:  # something of that name that is no Python
+        return frozenset()
 
 
 def _attention_doubts(level: str | None, resolved: Mapping[str, Any]) -> Iterator[Note]:

@@ -10,10 +10,8 @@ from nanbisect.trainers.base import Trainer
 from nanbisect.trainers.command import CommandTrainer
 from nanbisect.trainers.sft.launch import SftTrainer
 
-PLAIN = presets.Preset("command", settings={"seed": presets.SEED})
 TRAINERS: Mapping[str, Trainer] = {
     "sft": SftTrainer(),
-    "command": CommandTrainer(PLAIN),
-    **{name: CommandTrainer(presets.load(name)) for name in presets.names()},
+    **{name: CommandTrainer(presets.load(name)) for name in (presets.PLAIN, *presets.names())},
 }
 VOCABULARIES: Mapping[str, Vocabulary] = {name: trainer.vocabulary for name, trainer in TRAINERS.items()}

@@ -13,9 +13,9 @@ from nanbisect.errors import UsageError
 from nanbisect.evidence import Effect
 from nanbisect.executors.base import WarmStart
 from nanbisect.matrix import Cell, Matrix
-from nanbisect.trainers.base import Launch, probe_environment
+from nanbisect.trainers.base import Launch, probe_environment, together
 from nanbisect.trainers.sft import effect, held
-from nanbisect.trainers.sft.job import Job, size, value_of
+from nanbisect.trainers.sft.job import Job, global_batch, largest_batch, size, value_of
 from nanbisect.trainers.sft.settings import RECIPES, SETTINGS, VOCABULARY
 
 SAME_ORDER = {"PYTHONHASHSEED": "0"}  # a recipe that goes through a set must give every cell the same records
@@ -51,7 +51,11 @@ class SftTrainer:
         return WarmStart(argv[0], "module", argv[2:], modules=PRELOADED, prepare=prepare, ours=True)
 
     def check(self, matrix: Matrix, *, folder: Path) -> Launch:
-        """One look at this machine, the recipe, the model's configuration and the data; no probe."""
+        """One look at this machine, the recipe, the model's configuration and the data; no probe.
+
+        Raises UsageError with all of them that are not there.
+        """
+        together(lambda: recipe_path(matrix), lambda: model_path(matrix), lambda: data_path(matrix))
         return self._checking(matrix, "--check", folder)
 
     def levels(self, matrix: Matrix, *, folder: Path, python: str | None = None) -> Launch:
@@ -79,6 +83,11 @@ class SftTrainer:
         return {
             cell.id: float(-(-records // value_of({**matrix.settings, **cell.levels}, "batch_size"))) for cell in cells
         }
+
+    def steps_for(self, matrix: Matrix, levels: Mapping[str, str]) -> int:
+        """So many that the matrix has records enough for one batch of these levels at least."""
+        batch = global_batch({**matrix.settings, **levels})
+        return max(matrix.steps, -(-batch // largest_batch(matrix)))
 
     def inputs(self, matrix: Matrix) -> Mapping[str, Path]:
         """The recipe's file, the data file and the model's folder, where they are local."""

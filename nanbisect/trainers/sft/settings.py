@@ -136,7 +136,14 @@ SETTINGS: Mapping[str, Setting] = {
     )
 }
 
-RECIPES = ("causal-lm",)
+RECIPES: Mapping[str, tuple[str, ...]] = {
+    "causal-lm": (
+        "any causal language model, in nanbisect's own training loop",
+        "The data are JSON lines: chat `messages`, `prompt` and `completion`, `text`, or `input_ids` with `labels`;",
+        "and an `id`, where there is one.",
+    )
+}
+"""Built-in recipes: what it is, then what its user must know."""
 
 
 def parse(settings: Mapping[str, str]) -> dict[str, Any]:
@@ -154,7 +161,7 @@ def check(matrix: Matrix) -> Sequence[tuple[str, str, str]]:
     """What the `sft` trainer can't do with an otherwise valid matrix."""
     problems = []
     if matrix.recipe is None:
-        mend = f"recipe: {RECIPES[0]}, or the path of a Python file with your recipe"
+        mend = f"recipe: {next(iter(RECIPES))}, or the path of a Python file with your recipe"
         problems.append(("recipe", "trainer sft needs a recipe", mend))
     if matrix.gpus_per_cell != 1:
         problems.append(("gpus_per_cell", "trainer sft trains on one GPU", "leave it out"))
@@ -172,4 +179,4 @@ def _where(matrix: Matrix, name: str) -> str | None:
     return f"settings.{name}" if name in matrix.settings else None
 
 
-VOCABULARY = Vocabulary(settings=SETTINGS, recipes=RECIPES, check=check)
+VOCABULARY = Vocabulary(settings=SETTINGS, recipes=tuple(RECIPES), check=check)
