@@ -1,4 +1,4 @@
-"""Outcomes as a table: one row a cell, as CSV that a spreadsheet can open unharmed."""
+"""Outcomes as a table: one row a cell. As a pandas frame, and as CSV that a spreadsheet can open unharmed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import csv
 import io
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from nanbisect.outcome import CellResult, named
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Value = str | int | float | None
 
@@ -21,11 +25,20 @@ _NUMBER = re.compile(r"[+-]?\d+(\.\d+)?([eE][+-]?\d+)?")
 _UNENCODABLE = re.compile(r"[\x00\ud800-\udfff]")
 
 
-def to_csv(results: Sequence[CellResult]) -> str:
-    """All cells by number. Unknown is empty, non-finite numbers are named, levels are text.
+def cells_frame(results: Sequence[CellResult]) -> pd.DataFrame:
+    """A data frame of all cells, by number. What is unknown is missing; levels are text.
 
-    A factor that is called like a fixed column gets the prefix `setting.`. Spreadsheets run text that
-    begins with = + - @ as a formula, so such text gets a leading quote.
+    A factor that is called like a fixed column gets the prefix `setting.`.
+    """
+    import pandas as pd
+
+    return pd.DataFrame(_rows(results), columns=_columns(results))
+
+
+def to_csv(results: Sequence[CellResult]) -> str:
+    """The same as CSV. Unknown is empty, non-finite numbers are named.
+
+    Spreadsheets run text that begins with = + - @ as a formula, so such text gets a leading quote.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

@@ -1,18 +1,21 @@
-"""Outcomes as CSV: one row a cell, harmless in a spreadsheet."""
+"""Outcomes as a frame and as CSV: one row a cell, harmless in a spreadsheet."""
 
 from __future__ import annotations
 
 import csv
 import io
 import math
+import subprocess
+import sys
 
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nanbisect.matrix import Cell
 from nanbisect.outcome import CellResult, Outcome, Site, Status
-from nanbisect.tables import to_csv
+from nanbisect.tables import cells_frame, to_csv
 
 BAD = Outcome(
     Status.NONFINITE,
@@ -44,6 +47,17 @@ def test_the_csv_has_a_row_a_cell_by_number() -> None:
     )
 
 
+def test_the_frame_has_the_same_columns_and_missing_values() -> None:
+    frame = cells_frame(RESULTS)
+    assert list(frame.columns) == next(csv.reader(io.StringIO(to_csv(RESULTS))))
+    assert list(frame["number"]) == [1, 2, 3]
+    assert list(frame["attention"]) == ["sdpa", "eager", "flash"]
+    assert frame["loss_1"].dtype == float
+    assert list(frame["loss_1"][:2]) == [3.5, 3.789]
+    assert pd.isna(frame["status"][2])
+    assert len(cells_frame([])) == 0
+
+
 def test_a_factor_may_be_called_like_a_column() -> None:
     row = read(to_csv([CellResult(Cell(1, {"seconds": "5"}), (GOOD,))]))[0]
     assert (row["setting.seconds"], row["seconds"]) == ("5", "2.25")
@@ -68,3 +82,8 @@ def test_any_text_stays_in_its_cell(text: str) -> None:
     written.encode()
     assert [row["status"] for row in read(written)] == ["failed"]
     assert written.count("\n") == 2
+
+
+def test_csv_needs_no_pandas() -> None:
+    code = "import sys; from nanbisect.tables import to_csv; to_csv([]); sys.exit('pandas' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
