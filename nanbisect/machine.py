@@ -111,7 +111,8 @@ class Looked:
 def look(launch: Launch, folder: Path, executor: Executor, occasion: Occasion) -> Looked:
     """Run a process that looks around and writes its lines into the diary in `folder`, in the environment of a cell."""
     env = child_environment(occasion.environ, set={**launch.env, **first_device(occasion, launch.env)})
-    handle = executor.start(Task(launch.argv, env, Path(launch.workdir), folder, CHECK_TIMEOUT))
+    task = Task(launch.argv, env, Path(launch.workdir), folder, CHECK_TIMEOUT, warm=launch.warm)
+    handle = executor.start(task)
     ended = wait(executor, handle)
     return Looked(tuple(read_lines(folder / DIARY)), ended, read_evidence(folder).log_tail)
 

@@ -34,7 +34,7 @@ class WarmStart:
     `python` is the interpreter as the command would find it, `words` what follows it: a script and its
     arguments, a module and its arguments, or the arguments of `accelerate launch`. `modules` are imported
     beforehand, and what the files in `scripts` import at their top as far as it is a known library.
-    `prepare`: (module, argument), whose `prepare(argument)` is called once before the first fork. `ours`:
+    `prepare`: (module, argument), whose `prepare(argument)` is called before the fork, once a server. `ours`:
     all that is imported is known to bear it, so that nobody need compare.
     """
 

@@ -27,7 +27,7 @@ import select  # noqa: E402
 import signal  # noqa: E402
 import socket  # noqa: E402
 import traceback  # noqa: E402
-from typing import Any, Dict, List, Optional, Set  # noqa: E402
+from typing import Any, Dict, List, Optional, Set, Tuple  # noqa: E402
 
 PLAN = "NANBISECT_WARM"
 MARKER = "NANBISECT_ATTEMPT"
@@ -54,12 +54,13 @@ child = load(os.path.join(HERE, "child.py"), "child")
 
 
 class Server:
-    """The server's state. `plan`: kind, words, modules, scripts, prepare, psutil, folder, skip, learn."""
+    """The server's state. `plan`: kind, words, modules, scripts, psutil, folder, skip, learn."""
 
     def __init__(self, driver: socket.socket, plan: Dict[str, Any], *, again: int, shims: List[int]) -> None:
         self.driver = driver
         self.plan = plan
         self.again = again
+        self.prepared: Set[Tuple[str, ...]] = set()
         self.start = dict(os.environ)
         self.shims: Set[int] = set(shims)  # they outlive a fresh start
         self.shim = self._load_shim()
@@ -100,7 +101,6 @@ class Server:
                 if preload.threads() and root != "torch":  # do without this library
                     skip = [*self.plan["skip"], root]
                     self._again({**self.start, PLAN: json.dumps({**self.plan, "skip": skip})})
-        self._prepare_model()
         return self._unfit()
 
     def _again(self, env: Dict[str, str]) -> None:
@@ -120,14 +120,6 @@ class Server:
             preload.bring(name, [])
         if self._unfit() is not None:
             self._again({**self.start, PLAN: json.dumps({**self.plan, "learn": False})})
-
-    def _prepare_model(self) -> None:
-        """Let the trainer prepare what all children share; do without it if that forbids a fork."""
-        if self.plan["prepare"]:
-            name, argument = self.plan["prepare"]
-            importlib.import_module(name).prepare(argument)
-            if preload.threads():
-                self._again({**self.start, PLAN: json.dumps({**self.plan, "prepare": None})})
 
     def _unfit(self) -> Optional[str]:
         """What forbids a fork of this process."""
@@ -169,6 +161,7 @@ class Server:
 
     def _attempt(self, request: Dict[str, Any], fds: Dict[str, int]) -> Any:
         """Fork the shim. Returns None in the server, the job in the training process, never in the shim."""
+        self._prepare(request["prepare"])
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})  # until there are handlers
         pid = os.fork()
         if pid == 0:
@@ -180,6 +173,17 @@ class Server:
             os.close(fd)
         self.driver.send(json.dumps({"pid": pid, "folder": request["folder"]}).encode())
         return None
+
+    def _prepare(self, asked: Optional[List[str]]) -> None:
+        """Let the trainer make ready what all children share, once; leave if that forbids a fork."""
+        if asked is None or tuple(asked) in self.prepared:
+            return
+        self.prepared.add(tuple(asked))
+        importlib.import_module(asked[0]).prepare(asked[1])
+        why = self._unfit()
+        if why is not None:
+            self.driver.send(json.dumps({"unfit": why}).encode())
+            os._exit(0)
 
     def _as_shim(self, request: Dict[str, Any], fds: Dict[str, int]) -> Any:
         """In the fork: fork the training process, and be its shim to the end."""

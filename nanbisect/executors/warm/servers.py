@@ -35,7 +35,7 @@ def key_of(task: Task) -> Key:
     }
     script = warm.words[0] if warm.kind != "accelerate" else ""
     place = (str(task.workdir), warm.python, warm.kind, script)
-    return (*place, warm.modules, warm.scripts, warm.prepare, tuple(sorted(env.items())))
+    return (*place, warm.modules, warm.scripts, tuple(sorted(env.items())))
 
 
 class Servers:
@@ -97,7 +97,6 @@ class Server:
             "words": list(warm.words),
             "modules": list(warm.modules),
             "scripts": list(warm.scripts),
-            "prepare": warm.prepare,
             "psutil": str(Path(psutil.__file__).parent.parent),
             "folder": self.folder.name,
             "skip": [],
@@ -121,7 +120,14 @@ class Server:
         """Ask for an attempt; whether the request got on its way."""
         assert task.warm is not None
         folder = str(task.folder.resolve())
-        request = {"folder": folder, "spec": str(spec), "kind": task.warm.kind, "words": list(task.warm.words)}
+        warm = task.warm
+        request = {
+            "folder": folder,
+            "spec": str(spec),
+            "kind": warm.kind,
+            "words": list(warm.words),
+            "prepare": warm.prepare,
+        }
         self.born.pop(folder, None)
         try:
             socket.send_fds(self.socket, [json.dumps(request).encode()], list(fds))

@@ -33,7 +33,7 @@ class SftTrainer:
         settings = {**matrix.settings, **cell.levels}
         job = self._job(matrix, settings=settings, seed=seed, folder=folder)
         job.write(folder / "job.json")
-        env = {**SAME_ORDER, **matrix.env, **probe_environment(folder, {**os.environ, **matrix.env})}
+        env = self._environment(matrix, folder)
         if settings.get("deterministic", "off") != "off":
             env.update(DETERMINISTIC)
         from_hub = job.model is not None and not Path(job.model).is_absolute()
@@ -51,7 +51,7 @@ class SftTrainer:
         return WarmStart(argv[0], "module", argv[2:], modules=PRELOADED, prepare=prepare, ours=True)
 
     def check(self, matrix: Matrix, *, folder: Path) -> Launch:
-        """One look at this machine, the recipe, the model's configuration and the data; no probe.
+        """One look at this machine, the recipe, the model's configuration and the data.
 
         Raises UsageError with all of them that are not there.
         """
@@ -70,7 +70,14 @@ class SftTrainer:
         settings = {**matrix.settings, **matrix.baseline}
         job = self._job(matrix, settings=settings, seed=int(matrix.settings.get("seed", "0")), folder=folder)
         Job(**{**job.__dict__, "levels": levels}).write(folder / "job.json")
-        return Launch((*self._argv(folder), what), str(self._workdir(matrix)), matrix.env)
+        argv = (*self._argv(folder), what)
+        warm = replace(self._warm(job, argv), prepare=None)  # nothing is loaded before it was looked at
+        return Launch(argv, str(self._workdir(matrix)), self._environment(matrix, folder), warm=warm)
+
+    @staticmethod
+    def _environment(matrix: Matrix, folder: Path) -> dict[str, str]:
+        """The check has that of the cells, with the probe, so that it can start from the same server."""
+        return {**SAME_ORDER, **matrix.env, **probe_environment(folder, {**os.environ, **matrix.env})}
 
     def effect(self, matrix: Matrix, cell: Cell, resolved: Mapping[str, Any]) -> Effect:
         """See `effect`."""
