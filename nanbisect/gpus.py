@@ -26,6 +26,7 @@ Ask = Callable[[Sequence[str]], str]
 
 MIB = 1 << 20
 TIMEOUT = 10.0
+NAME = 40  # letters of a program's name
 CARDS = ("--query-gpu=index,uuid,name,memory.total,memory.free", "--format=csv,noheader,nounits")
 PROCESSES = ("--query-compute-apps=gpu_uuid,pid,used_memory,process_name", "--format=csv,noheader,nounits")
 MIG_LINE = re.compile(r"^\s+MIG .*Device\s+(\d+): \(UUID: (MIG-[^)]+)\)")
@@ -133,9 +134,9 @@ def _bytes(text: str) -> int | None:
 
 
 def _program(name: str) -> str:
-    """The program's own name: its path and its arguments are somebody else's affair."""
-    words = name.split()
-    return PurePath(words[0]).name if words and not name.startswith("[") else "a program"
+    """The program's own name: its path and its arguments are somebody else's affair. It may hold anything."""
+    words = "".join(letter for letter in name if letter.isprintable()).split()
+    return PurePath(words[0]).name[:NAME] if words and not name.startswith("[") else "a program"
 
 
 # MIG: only the long output has the memory of a slice, and only the list has its name ---------------

@@ -9,27 +9,23 @@ different places. Who finds the port taken all the same says so, and the driver 
 from __future__ import annotations
 
 import errno
+import itertools
 import random
 import socket
-from collections import deque
 from collections.abc import Sequence
 from pathlib import PurePath
 
 from nanbisect.errors import ExecutorError
 
 FIRST, LAST = 20000, 29400  # 29400 and 29500 are what launchers take by themselves
-REMEMBERED = 4096  # far more than launches can be under way
-_given: deque[int] = deque(maxlen=REMEMBERED)
+_turn = itertools.count(random.randrange(LAST - FIRST))
 
 
 def free_port() -> int:
-    """A port. Raises ExecutorError when all are in use."""
-    span = LAST - FIRST
-    begin = _given[-1] + 1 - FIRST if _given else random.randrange(span)
-    for step in range(span):
-        port = FIRST + (begin + step) % span
-        if port not in _given and _is_free(port):
-            _given.append(port)
+    """The next port that nobody has; all others have their turn first. Raises ExecutorError when all are in use."""
+    for _ in range(LAST - FIRST):
+        port = FIRST + next(_turn) % (LAST - FIRST)
+        if _is_free(port):
             return port
     raise ExecutorError(
         f"no free port between {FIRST} and {LAST}\ntry: ss -ltn, which shows who listens; end what is not needed"

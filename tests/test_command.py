@@ -144,6 +144,20 @@ def test_every_launch_has_its_own_port(tmp_path: Path) -> None:
     assert all(1024 <= int(port) < 65536 for port in ports)
 
 
+def test_a_launcher_without_a_flag_for_its_port_learns_it_all_the_same(tmp_path: Path) -> None:
+    """The same one that {port} is; the matrix's own word stands."""
+    text = "trainer: command\ncommand: [torchrun, '--master-port={port}', x.py, '{lr}']\nfactors: {lr: [1, 2]}\n"
+    launch = launched(read(text, tmp_path), tmp_path)
+    port = launch.argv[1].partition("=")[2]
+    assert (launch.env["MASTER_PORT"], launch.env["PET_MASTER_PORT"]) == (port, port)
+    script = "trainer: command\ncommand: [python, x.py, '{lr}']\n"
+    plain = [launched(read(script + FACTORS, tmp_path), tmp_path).env for _ in range(3)]
+    assert len({env["MASTER_PORT"] for env in plain}) == 3
+    assert not any("PET_MASTER_PORT" in env for env in plain)
+    own = launched(read(text + "env: {MASTER_PORT: '4711'}\n", tmp_path), tmp_path)
+    assert own.env["MASTER_PORT"] == "4711"
+
+
 # environment -----------------------------------------------------------------------------------
 
 

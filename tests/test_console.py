@@ -8,7 +8,7 @@ from rich.console import Console
 
 from nanbisect import console as show
 from nanbisect.attribution import attribute
-from nanbisect.events import CellEnded, CellStarted, LevelBlocked, RunEnded, RunStarted
+from nanbisect.events import CellEnded, CellStarted, LevelBlocked, RunEnded, RunStarted, SlotNoted
 from nanbisect.matrix import Factor, Matrix, expand
 from nanbisect.outcome import CellResult, Outcome, Site, Status
 from nanbisect.report.model import RunInputs, build
@@ -69,6 +69,16 @@ def test_the_live_table_shows_what_runs_what_ended_and_the_progress() -> None:
     assert "running" in text
     assert "1 of 4 cells" in text
     assert "left" in text
+
+
+def test_a_gpu_that_is_not_used_is_said_at_once() -> None:
+    """In a pipe as a line of its own, on a terminal above the table."""
+    note = SlotNoted("1", "GPU 1 is left to whoever has it: ollama (process 4711)")
+    console, lively = recording(140), show.Lively(MATRIX)
+    show.Plain(console, MATRIX)(note)
+    lively(note)
+    assert lively.notes == [note.text]
+    assert told(console).strip() == note.text
 
 
 def test_markup_in_data_is_only_text() -> None:

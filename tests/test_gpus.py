@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nanbisect import ports
-from nanbisect.errors import UsageError
+from nanbisect.errors import ExecutorError, UsageError
 from nanbisect.gpus import GpuMemory
 from nanbisect.machine import Occasion, cores, first_device, slot_environment, slots_of
 from nanbisect.slots import Gpu, Holder, shortage
@@ -76,6 +76,16 @@ def test_an_index_and_a_uuid_find_their_card_and_who_holds_it() -> None:
     assert found["0"] == found["GPU-aaaa"] == Gpu(80 * GIB, 11 * GIB, (Holder(4711, "python3.11", 60 * GIB),))
     assert found["1"].holders == (Holder(4712, "a program", None),)
     assert found["1"] == found["GPU-bbbb2222-0000"]
+
+
+def test_a_program_may_be_called_anything() -> None:
+    """No control characters reach a terminal or a report, and nothing of any length."""
+
+    def odd(arguments: Sequence[str]) -> str:
+        return answers(arguments).replace("[Not Found]", "/x/\x1b[31mred\u202e" + "x" * 99 + " --token secret")
+
+    (holder,) = GpuMemory({}, ask=odd)(["1"])["1"].holders
+    assert holder.name == ("[31mred" + "x" * 99)[:40]
 
 
 def test_a_card_of_which_nothing_is_certain_is_left_out() -> None:
@@ -204,6 +214,13 @@ def _has(address: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def test_when_every_port_is_taken_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is started that could only fail."""
+    monkeypatch.setattr(ports, "_is_free", lambda port: False)
+    with pytest.raises(ExecutorError, match=r"no free port(.|\n)*try: ss"):
+        ports.free_port()
 
 
 @pytest.mark.parametrize(

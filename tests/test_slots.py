@@ -386,7 +386,7 @@ def test_a_faulty_first_gpu_does_not_take_the_controls_with_it(tmp_path: Path) -
 @given(
     faulty=st.sets(st.sampled_from("0123"), max_size=3),
     level=st.sampled_from(["a=1", "b=1", "b=2", "c=0", "none"]),
-    end=st.sampled_from(BROKEN[:3]),
+    end=st.sampled_from(BROKEN),
     width=st.sampled_from([1, 1, 2]),
     repeat=st.sampled_from([1, 2]),
 )
@@ -410,7 +410,7 @@ def test_what_could_be_judged_is_judged_and_no_gpu_is_blamed_for_a_cell(
     for result in results:
         judged = sum(outcome.judged for outcome in result.attempts)
         assert judged == (repeat if good and anything and not hopeless(result.cell.levels) else 0), (result, aside)
-        assert len(result.attempts) <= repeat + 2
+        assert len(result.attempts) <= 2 * repeat + (2 if end is BROKEN[3] else 0)  # a killed one is tried again anyway
     assert set(run.executor.slots.values()) == {1}
 
 

@@ -1,7 +1,7 @@
 #!/bin/sh
 # The CUDA paths, on a machine with at least one GPU, in under five minutes:
 #     tests/gpu/check.sh [PYTHON]
-# Needs the package installed (pip install -e .). Prints what it finds; exit code 0 when all hold.
+# With several GPUs their slots are checked, too. Needs the package installed (pip install -e .). Prints what it finds; exit code 0 when all hold.
 set -eu
 cd "$(dirname "$0")/../.."
 python=${1:-python3}
