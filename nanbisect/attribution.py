@@ -101,7 +101,7 @@ def attribute(
 
     `neutral_settings` are those that must not change the mathematics (see `neutrality`).
     """
-    refuting, strangers = _refuting(results)
+    refuting, strangers, unknown = _refuting(results)
     grid = Grid.of(factors, refuting)
     sure, loose = choose(grid, find_primes(grid))
     causes, unlisted = _causes(grid, sure, loose)
@@ -110,36 +110,41 @@ def attribute(
     return Attribution(
         finding=_finding(grid, causes, strangers),
         causes=causes,
-        neutral=_neutral(grid, (*sure, *loose)),
+        neutral=_neutral(grid, (*sure, *loose), strangers),
         divergences=comparison.moved,
         compared=comparison.pairs,
         largest=comparison.largest,
         cautions=(
             *cell_cautions(factors, ordered, neutral_settings),
             *_different_records(strangers),
+            *_unknown_records(unknown),
             *_never_seen(causes),
             *_more_combinations(unlisted),
         ),
     )
 
 
-def _refuting(results: Sequence[CellResult]) -> tuple[list[CellResult], list[CellResult]]:
-    """The results for the search for causes, and the finite cells taken out of it.
+def _refuting(
+    results: Sequence[CellResult],
+) -> tuple[list[CellResult], list[CellResult], list[CellResult]]:
+    """The results for the search for causes, the finite cells taken out of it, and those that are a doubt.
 
     A finite cell that never met the records of some failing cell refutes nothing: there it is as good as
-    not judged.
+    not judged. One of which not all records are known may have met them: it stays, with a caution.
     """
     spoken = [(result, result.outcome) for result in results]
     suspects = [{*o.suspects} for _, o in spoken if o and o.status is Status.NONFINITE and o.suspects]
-    kept, strangers = [], []
+    kept, strangers, unknown = [], [], []
     for result, outcome in spoken:
-        met = {*outcome.records} if outcome and outcome.status is Status.FINITE else set()
-        if outcome and met and any(not records <= met for records in suspects):
+        finite = outcome is not None and outcome.status is Status.FINITE
+        missed = outcome and finite and any(not records <= {*outcome.records} for records in suspects)
+        if outcome and missed and outcome.records and outcome.all_records:
             strangers.append(result)
             kept.append(CellResult(result.cell, (replace(outcome, status=Status.NO_TRAINING),)))
         else:
+            unknown += [result] if missed else []
             kept.append(result)
-    return kept, strangers
+    return kept, strangers, unknown
 
 
 def _different_records(strangers: Sequence[CellResult]) -> Iterator[Caution]:
@@ -149,6 +154,15 @@ def _different_records(strangers: Sequence[CellResult]) -> Iterator[Caution]:
             "refutes nothing, and the causes leave it out."
         )
         yield Caution("different_records", text, "Give every cell the same records, in the same order.")
+
+
+def _unknown_records(unknown: Sequence[CellResult]) -> Iterator[Caution]:
+    if unknown:
+        text = (
+            f"Which records training met in {cells_of(unknown)} is not known, or not of every batch: finite there "
+            "may only mean that the records in which another cell failed never came."
+        )
+        yield Caution("unknown_records", text, "Give the batches a field `id` or `record_id`, one a row.")
 
 
 def _finding(grid: Grid, causes: Sequence[Cause], strangers: Sequence[CellResult]) -> Finding:
@@ -281,8 +295,11 @@ def _unseen(grid: Grid, box: Combination) -> dict[str, tuple[str, ...]]:
 # Factors that made no difference, and cautions about the causes
 
 
-def _neutral(grid: Grid, boxes: Iterable[Combination]) -> tuple[str, ...]:
-    """Factors in no combination whose change alone never changed a judgement, of a failure at least once."""
+def _neutral(grid: Grid, boxes: Iterable[Combination], strangers: Sequence[CellResult]) -> tuple[str, ...]:
+    """Factors in no combination whose change alone never changed a judgement, of a failure at least once.
+
+    A level that only `strangers` hold may act otherwise: those were finite, if on other records.
+    """
     if not (grid.finite and grid.failed):
         return ()
     involved = {position for box in boxes for position, _ in (*box.parts, *box.narrower)}
@@ -293,7 +310,9 @@ def _neutral(grid: Grid, boxes: Iterable[Combination]) -> tuple[str, ...]:
     return tuple(
         factor.name
         for position, factor in enumerate(grid.factors)
-        if position not in involved and _made_no_difference(rows, position)
+        if position not in involved
+        and {result.cell.levels[factor.name] for result in strangers} <= {levels[position] for levels, _ in rows}
+        and _made_no_difference(rows, position)
     )
 
 

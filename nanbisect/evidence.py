@@ -16,6 +16,7 @@ from nanbisect.outcome import Note, Outcome, Site, Smear, Status, number
 
 Line = Mapping[str, Any]
 SHOWN = 8  # parameters kept in a site
+CUT = 256  # ids that the probe lists of one batch
 OF_A_MICRO_BATCH = ("loss", "backward", "forward")  # phases whose micro-batch is known; the others are of a whole step
 
 
@@ -90,6 +91,7 @@ def judge(evidence: Evidence, *, attempt: int, seed: int, effect_of: Callable[[M
         channels=_channels(evidence),
         first_gradients=_first_gradients(evidence),
         records=_records(evidence),
+        all_records=all(0 < len(_ids(line)) < CUT for line in _served(evidence)),
         resolved=resolved,
         repairs=_repairs(evidence),
         doubts=(*_doubts(evidence), *effect.doubts),

@@ -91,7 +91,8 @@ class Outcome:
 
     `loss` and `grad_norm` hold one number a step (as the optimizer saw them, before clipping);
     `channels` the first step's loss and count a channel; `first_gradients` the L2 norm of every
-    parameter's gradient at step 1. `blocked` names levels that this machine can't run at all.
+    parameter's gradient at step 1. `records` are the ids that training met, and `all_records` says whether
+    that is all of them. `blocked` names levels that this machine can't run at all.
     """
 
     status: Status
@@ -106,6 +107,7 @@ class Outcome:
     channels: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     first_gradients: Mapping[str, float] = field(default_factory=dict)
     records: tuple[str, ...] = ()
+    all_records: bool = True
     suspects: tuple[str, ...] = ()
     resolved: Mapping[str, Any] = field(default_factory=dict)
     repairs: tuple[Note, ...] = ()
