@@ -101,7 +101,7 @@ def attribute(
 
     `neutral_settings` are those that must not change the mathematics (see `neutrality`).
     """
-    refuting, strangers, unknown = _refuting(results)
+    refuting, strangers = _refuting(results)
     grid = Grid.of(factors, refuting)
     sure, loose = choose(grid, find_primes(grid))
     causes, unlisted = _causes(grid, sure, loose)
@@ -117,52 +117,46 @@ def attribute(
         cautions=(
             *cell_cautions(factors, ordered, neutral_settings),
             *_different_records(strangers),
-            *_unknown_records(unknown),
             *_never_seen(causes),
             *_more_combinations(unlisted),
         ),
     )
 
 
-def _refuting(
-    results: Sequence[CellResult],
-) -> tuple[list[CellResult], list[CellResult], list[CellResult]]:
-    """The results for the search for causes, the finite cells taken out of it, and those that are a doubt.
+def _refuting(results: Sequence[CellResult]) -> tuple[list[CellResult], list[CellResult]]:
+    """The results for the search for causes, and the finite cells taken out of it.
 
-    A finite cell that never met the records of some failing cell refutes nothing: there it is as good as
-    not judged. One of which not all records are known may have met them: it stays, with a caution.
+    A finite cell that never met the records of some failing cell (as far as is known) refutes nothing:
+    there it is as good as not judged.
     """
     spoken = [(result, result.outcome) for result in results]
     suspects = [{*o.suspects} for _, o in spoken if o and o.status is Status.NONFINITE and o.suspects]
-    kept, strangers, unknown = [], [], []
+    kept, strangers = [], []
     for result, outcome in spoken:
-        finite = outcome is not None and outcome.status is Status.FINITE
-        missed = outcome and finite and any(not records <= {*outcome.records} for records in suspects)
-        if outcome and missed and outcome.records and outcome.all_records:
+        met = {*outcome.records} if outcome and outcome.status is Status.FINITE else set()
+        if outcome and met and any(not records <= met for records in suspects):
             strangers.append(result)
             kept.append(CellResult(result.cell, (replace(outcome, status=Status.NO_TRAINING),)))
         else:
-            unknown += [result] if missed else []
             kept.append(result)
-    return kept, strangers, unknown
+    return kept, strangers
 
 
 def _different_records(strangers: Sequence[CellResult]) -> Iterator[Caution]:
-    if strangers:
+    sure = [result for result in strangers if result.outcome and result.outcome.all_records]
+    if sure:
         text = (
-            f"Training in {cells_of(strangers)} never met the records in which another cell failed: finite there "
+            f"Training in {cells_of(sure)} never met the records in which another cell failed: finite there "
             "refutes nothing, and the causes leave it out."
         )
         yield Caution("different_records", text, "Give every cell the same records, in the same order.")
-
-
-def _unknown_records(unknown: Sequence[CellResult]) -> Iterator[Caution]:
-    if unknown:
+    doubtful = [result for result in strangers if result not in sure]
+    if doubtful:
         text = (
-            f"Which records training met in {cells_of(unknown)} is not known, or not of every batch: finite there "
-            "may only mean that the records in which another cell failed never came."
+            f"Training in {cells_of(doubtful)} is not known to have met the records in which another cell failed, "
+            "since the ids of some batches are missing: finite there refutes nothing, and the causes leave it out."
         )
-        yield Caution("unknown_records", text, "Give the batches a field `id` or `record_id`, one a row.")
+        yield Caution("unknown_records", text, "Give each batch a field `record_id`: a list with one id a row.")
 
 
 def _finding(grid: Grid, causes: Sequence[Cause], strangers: Sequence[CellResult]) -> Finding:

@@ -7,6 +7,7 @@ read back equals what was written.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
@@ -15,6 +16,12 @@ from typing import Any
 from nanbisect.matrix import Cell
 
 SCHEMA = 1
+WRAPPERS = re.compile(r"^module\.|(?<![^.])(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)\.")
+
+
+def unwrapped(name: str) -> str:
+    """A parameter's name as the model has it, without what DDP, FSDP, checkpointing or compiling put around it."""
+    return WRAPPERS.sub("", name)
 
 
 class Status(str, Enum):
@@ -63,7 +70,7 @@ class Site:
 class Smear:
     """What a check after clipping would have blamed, beside the first gradient that really arrived bad.
 
-    `bad` of `numel` elements of `blamed` were non-finite after clipping.
+    `bad` of `numel` elements of `blamed` (the name that the check prints) were non-finite after clipping.
     """
 
     blamed: str
@@ -74,7 +81,7 @@ class Smear:
     @property
     def misleads(self) -> bool:
         """Whether the check would have named another parameter."""
-        return self.blamed != self.first
+        return unwrapped(self.blamed) != self.first
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,7 @@ EVENTS: Dict[str, Dict[str, str]] = {
     "batch": {
         "step": "optimizer step in which its gradients arrived",
         "micro_batch": "micro-batch of that step",
+        "rank": "rank that trained on it",
         "module": "class of the module that was called with it",
         "matched": "how the served batch was found: content, order (not certain), or null",
         "indices": "rows of the dataset, as the data loader asked for them; null where that is unknown",

@@ -142,7 +142,7 @@ class Steps:
             return
         lines, lost = self.batches.lines(forwards, self.window.step)
         for fields in lines:
-            self.journal.write("batch", **fields)
+            self.journal.write("batch", rank=rank(), **fields)
         if lost:
             text, values = findings.without_backward(lost)
             self.repair("forward_without_backward", text, values=values)

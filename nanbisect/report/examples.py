@@ -232,10 +232,12 @@ def _to_reproduce(inputs: RunInputs) -> Iterator[Step]:
         free = replace(inputs, command=_without_sets(own_command(inputs), others))
         yield Step(text, anew(free, *flags))
     records = "other records than these" if matrix.records or matrix.skip_records else "more or other records"
-    yield Step(f"Use {records} (`records` and `skip_records` in the matrix), in the data order of the run that failed.")
+    where = "`records` and `skip_records` in the matrix" if matrix.trainer == "sft" else "another data file"
+    yield Step(f"Use {records} ({where}), in the data order of the run that failed.")
+    processes = ", one process a cell" if matrix.trainer == "sft" else ""
     yield Step(
-        f"Look at what else differs from the run that failed: this one used {one_line(inputs.device)}, one process a "
-        "cell, and the settings listed here."
+        f"Look at what else differs from the run that failed: this one used {one_line(inputs.device)}{processes}, "
+        "and the settings listed here."
     )
 
 
