@@ -110,7 +110,7 @@ def attribute(
     return Attribution(
         finding=_finding(grid, causes, strangers),
         causes=causes,
-        neutral=_neutral(grid, (*sure, *loose)),
+        neutral=_neutral(grid, (*sure, *loose), strangers),
         divergences=comparison.moved,
         compared=comparison.pairs,
         largest=comparison.largest,
@@ -126,8 +126,8 @@ def attribute(
 def _refuting(results: Sequence[CellResult]) -> tuple[list[CellResult], list[CellResult]]:
     """The results for the search for causes, and the finite cells taken out of it.
 
-    A finite cell that never met the records of some failing cell refutes nothing: there it is as good as
-    not judged.
+    A finite cell that never met the records of some failing cell (as far as is known) refutes nothing:
+    there it is as good as not judged.
     """
     spoken = [(result, result.outcome) for result in results]
     suspects = [{*o.suspects} for _, o in spoken if o and o.status is Status.NONFINITE and o.suspects]
@@ -142,17 +142,24 @@ def _refuting(results: Sequence[CellResult]) -> tuple[list[CellResult], list[Cel
     return kept, strangers
 
 
+SAME_RECORDS = "Give every cell the same records in the same order: no shuffling, or one seeded with `{seed}`."
+
+
 def _different_records(strangers: Sequence[CellResult]) -> Iterator[Caution]:
-    if strangers:
+    sure = [result for result in strangers if result.outcome and result.outcome.all_records]
+    if sure:
         text = (
-            f"Training in {cells_of(strangers)} never met the records in which another cell failed: finite there "
+            f"Training in {cells_of(sure)} never met the records in which another cell failed: finite there "
             "refutes nothing, and the causes leave it out."
         )
-        yield Caution(
-            "different_records",
-            text,
-            "Give every cell the same records in the same order: no shuffling, or one seeded with `{seed}`.",
+        yield Caution("different_records", text, SAME_RECORDS)
+    doubtful = [result for result in strangers if result not in sure]
+    if doubtful:
+        text = (
+            f"Training in {cells_of(doubtful)} is not known to have met the records in which another cell failed, "
+            "since the ids of some batches are missing: finite there refutes nothing, and the causes leave it out."
         )
+        yield Caution("unknown_records", text, "Give each batch a field `record_id`: a list with one id a row.")
 
 
 def _finding(grid: Grid, causes: Sequence[Cause], strangers: Sequence[CellResult]) -> Finding:
@@ -285,8 +292,11 @@ def _unseen(grid: Grid, box: Combination) -> dict[str, tuple[str, ...]]:
 # Factors that made no difference, and cautions about the causes
 
 
-def _neutral(grid: Grid, boxes: Iterable[Combination]) -> tuple[str, ...]:
-    """Factors in no combination whose change alone never changed a judgement, of a failure at least once."""
+def _neutral(grid: Grid, boxes: Iterable[Combination], strangers: Sequence[CellResult]) -> tuple[str, ...]:
+    """Factors in no combination whose change alone never changed a judgement, of a failure at least once.
+
+    A level that only `strangers` hold may act otherwise: those were finite, if on other records.
+    """
     if not (grid.finite and grid.failed):
         return ()
     involved = {position for box in boxes for position, _ in (*box.parts, *box.narrower)}
@@ -297,7 +307,9 @@ def _neutral(grid: Grid, boxes: Iterable[Combination]) -> tuple[str, ...]:
     return tuple(
         factor.name
         for position, factor in enumerate(grid.factors)
-        if position not in involved and _made_no_difference(rows, position)
+        if position not in involved
+        and {result.cell.levels[factor.name] for result in strangers} <= {levels[position] for levels, _ in rows}
+        and _made_no_difference(rows, position)
     )
 
 

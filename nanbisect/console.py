@@ -183,11 +183,12 @@ def show_report(console: Console, report: Report) -> None:
     titles = (
         f"rows {report.grid.row_title}, columns {report.grid.column_title}" if report.grid.row_title else "the cells"
     )
-    console.print(Text(f"{titles} ({legend})", "dim"), soft_wrap=True)
+    console.print(Text(f"{titles} ({legend})" if legend else titles, "dim"), soft_wrap=True)
     console.print(grid_table(report))
     console.print()
     console.print(cells_table(report, wide=console.width >= WIDE))
-    for note in (*report.repairs, *report.doubts):
+    said = {caution.code for caution in report.cautions}
+    for note in (*report.repairs, *(doubt for doubt in report.doubts if doubt.code not in said)):
         console.print(Text.assemble((f"{note.code}: ", "yellow"), sentence(note.text)), soft_wrap=True)
     for caution in report.cautions:
         text = Text.assemble(("caution: ", "yellow"), sentence(caution.text), " ", sentence(caution.advice, "dim"))

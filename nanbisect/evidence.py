@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanbisect.outcome import Note, Outcome, Site, Smear, Status, number
+from nanbisect.outcome import Note, Outcome, Site, Smear, Status, number, unwrapped
 
 Line = Mapping[str, Any]
 PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use|port.{0,80}another process is utilizing it", re.I)
 PORT_TAKEN = "port_taken"  # the doubt about an attempt that found its port in use
 SHOWN = 8  # parameters kept in a site
+CUT = 256  # ids that the probe lists of one batch
 OF_A_MICRO_BATCH = ("loss", "backward", "forward")  # phases whose micro-batch is known; the others are of a whole step
 
 
@@ -95,6 +96,7 @@ def judge(evidence: Evidence, *, attempt: int, seed: int, effect_of: Callable[[M
         channels=_channels(evidence),
         first_gradients=_first_gradients(evidence),
         records=_records(evidence),
+        all_records=all(0 < len(_ids(line)) < CUT for line in _served(evidence)),
         resolved=resolved,
         repairs=_repairs(evidence),
         doubts=(*_doubts(evidence, status), *effect.doubts),
@@ -138,7 +140,7 @@ def _refused(evidence: Evidence) -> tuple[Status, str] | None:
 
 
 def _surfaced(event: Line) -> str:
-    names = [tensor["name"] for tensor in event["tensors"]]
+    names = [unwrapped(tensor["name"]) for tensor in event["tensors"]]
     first = f", first in {names[0]}" if names and event["phase"] != "loss" else ""
     micro = f", micro-batch {event['micro_batch']}" if event["phase"] in OF_A_MICRO_BATCH else ""
     return f"{event['value']} in {event['phase']} of step {event['step']}{micro}{first}"
@@ -250,7 +252,7 @@ def _site(evidence: Evidence) -> Site | None:
         rank=event["rank"],
         phase=event["phase"],
         kind=event["value"],
-        parameters=tuple(tensor["name"] for tensor in event["tensors"][:SHOWN]),
+        parameters=tuple(unwrapped(tensor["name"]) for tensor in event["tensors"][:SHOWN]),
         channels=_bad_channels(evidence, event),
     )
 
@@ -276,7 +278,7 @@ def _smear(evidence: Evidence) -> Smear | None:
             and census
             and census["first"] is not None
         ):
-            return Smear(census["first"], census["bad"], census["numel"], line["bad"][0]["name"])
+            return Smear(census["first"], census["bad"], census["numel"], unwrapped(line["bad"][0]["name"]))
     return None
 
 
@@ -320,7 +322,7 @@ def _first_gradients(evidence: Evidence) -> dict[str, float]:
     for line in evidence.events("step"):
         if line["step"] == 1 and line.get("gradient_norms") and line["taken"]:
             scale = number(line["scale"]) if line["scale"] is not None else 1.0
-            return {name: number(value) / scale for name, value in line["gradient_norms"].items()}
+            return {unwrapped(name): number(value) / scale for name, value in line["gradient_norms"].items()}
     return {}
 
 
@@ -343,7 +345,9 @@ def _ids(line: Line) -> list[str]:
 
 
 def _suspects(evidence: Evidence) -> tuple[str, ...]:
-    """Records of the micro-batch in which it surfaced; of the whole step where only that is known; none at load."""
+    """Records of the micro-batch in which it surfaced, on the rank that saw it first; of the whole step, on all
+    ranks, where only that is known; none at load.
+    """
     event = _first_event(evidence)
     if event is None or event["phase"] == "load":
         return ()
@@ -351,7 +355,8 @@ def _suspects(evidence: Evidence) -> tuple[str, ...]:
     if event["phase"] in OF_A_MICRO_BATCH and evidence.diary:
         lines = lines[event["micro_batch"] : event["micro_batch"] + 1]
     elif event["phase"] in OF_A_MICRO_BATCH:
-        lines = [line for line in lines if line["micro_batch"] == event["micro_batch"]]
+        place = (event["micro_batch"], event["rank"])
+        lines = [line for line in lines if (line["micro_batch"], line["rank"]) == place]
     return tuple(dict.fromkeys(identifier for line in lines for identifier in _ids(line)))
 
 
@@ -374,9 +379,12 @@ def _memory(evidence: Evidence) -> int | None:
 
 
 def _repairs(evidence: Evidence) -> tuple[Note, ...]:
-    """Silent repairs, the first of each code with the number of times."""
+    """Silent repairs, the first of each code with the number of times; what all ranks did in one step is one."""
     found: dict[str, list[str]] = {}
-    for line in evidence.events("repair"):
+    lines = evidence.events("repair")
+    if len({line["rank"] for line in evidence.events("awake")}) > 1:
+        lines = list({(line["step"], line["code"], line["text"]): line for line in reversed(lines)}.values())[::-1]
+    for line in lines:
         if line["code"] == "scaler_skip":  # told as a doubt, with its scales
             continue
         found.setdefault(line["code"], []).append(line["text"])
@@ -413,8 +421,10 @@ def resolve(evidence: Evidence) -> dict[str, Any]:
     roots, steps = evidence.events("root"), evidence.events("step")
     if roots:
         found["dropout"] = any(root["dropout"] for root in roots)
+        found.setdefault("parameter_dtypes", dict(max(roots, key=lambda root: root["parameters"])["dtypes"]))
     if steps:
         found |= {"kernels": steps[0]["kernels"], "nested": steps[0]["nested"], "recomputed": steps[0]["recomputed"]}
+        found["casts"] = steps[0].get("casts")
     for line in evidence.lines("recipe_read"):
         found |= {"read_by_recipe": line["settings"], "autocast": line["autocast"]}
     micro = evidence.lines("micro_batch")

@@ -99,6 +99,7 @@ IDLE = "Take the factor out of the matrix, or make the training use the setting.
 DOUBTS = {
     "scaler_skip": "Skips in the first steps are healthy; use bf16 if they go on.",
     "attention_otherwise": "Read the level as the training code's own name for what it does.",
+    "precision_otherwise": "Read every claim as one on float32; the command may use that precision on a GPU only.",
 }
 """Advice for what an attempt doubted."""
 RUN_NOTES = {

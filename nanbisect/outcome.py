@@ -7,6 +7,7 @@ read back equals what was written.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
@@ -15,6 +16,12 @@ from typing import Any
 from nanbisect.matrix import Cell
 
 SCHEMA = 1
+WRAPPERS = re.compile(r"^module\.|(?<![^.])(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)\.")
+
+
+def unwrapped(name: str) -> str:
+    """A parameter's name as the model has it, without what DDP, FSDP, checkpointing or compiling put around it."""
+    return WRAPPERS.sub("", name)
 
 
 class Status(str, Enum):
@@ -63,7 +70,7 @@ class Site:
 class Smear:
     """What a check after clipping would have blamed, beside the first gradient that really arrived bad.
 
-    `bad` of `numel` elements of `blamed` were non-finite after clipping.
+    `bad` of `numel` elements of `blamed` (the name that the check prints) were non-finite after clipping.
     """
 
     blamed: str
@@ -74,7 +81,7 @@ class Smear:
     @property
     def misleads(self) -> bool:
         """Whether the check would have named another parameter."""
-        return self.blamed != self.first
+        return unwrapped(self.blamed) != self.first
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,8 @@ class Outcome:
 
     `loss` and `grad_norm` hold one number a step (as the optimizer saw them, before clipping);
     `channels` the first step's loss and count a channel; `first_gradients` the L2 norm of every
-    parameter's gradient at step 1. `blocked` names levels that this machine can't run at all.
+    parameter's gradient at step 1. `records` are the ids that training met, and `all_records` says whether
+    that is all of them. `blocked` names levels that this machine can't run at all.
     """
 
     status: Status
@@ -106,6 +114,7 @@ class Outcome:
     channels: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     first_gradients: Mapping[str, float] = field(default_factory=dict)
     records: tuple[str, ...] = ()
+    all_records: bool = True
     suspects: tuple[str, ...] = ()
     resolved: Mapping[str, Any] = field(default_factory=dict)
     repairs: tuple[Note, ...] = ()

@@ -25,7 +25,7 @@ def step_event(step: int = 1, **changed: Any) -> dict[str, Any]:
     event = {
         "kind": "step", "time": 10.0 + step, "step": step, "taken": True, "ended": "step",
         "losses": [{"micro_batch": 0, "handed": 2.5, "unscaled": None}], "backwards": 1, "nested": 0, "recomputed": 0,
-        "kernels": {}, "gradients": 3, "bad": [], "norm": 1.25,
+        "kernels": {}, "casts": 0, "gradients": 3, "bad": [], "norm": 1.25,
         "clip": {"call": "clip_grad_norm_", "max_norm": 1.0, "raised": False}, "after_clip": None,
         "gradient_norms": {"a": 1.0} if step == 1 else None, "scale": None, "memory": {"host": 1000, "device": None},
         "seconds": 0.5, "probe_seconds": 0.01,

@@ -681,3 +681,35 @@ def test_a_finite_cell_that_never_met_the_bad_record_refutes_nothing() -> None:
     assert "cells 1 and 2" in caution(found, "different_records").text
     same = attribute(factors, ran(factors, lambda levels: replace(outcome(levels), records=("r1", "r2", "r5", "r6"))))
     assert [cause.levels for cause in same.causes] == [{"batch_size": ("8",)}]
+
+
+def test_a_finite_cell_with_missing_ids_is_not_said_to_have_met_other_records() -> None:
+    """It refutes nothing either: what the missing batches held is anybody's guess."""
+    factors = (Factor("batch_size", ("1", "2", "8")), Factor("attention", ("sdpa", "eager")))
+
+    def outcome(levels: Mapping[str, str]) -> Outcome:
+        if levels["batch_size"] != "1" and levels["attention"] == "eager":
+            return replace(NONFINITE, suspects=("r5", "r6"))
+        return replace(FINITE, records=("r1", "r5"), all_records=False)
+
+    found = attribute(factors, ran(factors, outcome))
+    assert found.finding is Finding.UNDECIDED
+    assert "cells 1, 2, 3 and 5 is not known" in caution(found, "unknown_records").text
+    assert "different_records" not in codes(found)
+    assert "unknown_records" not in codes(attribute(factors, ran(factors, lambda levels: FINITE)))
+
+
+def test_a_level_that_only_met_other_records_is_not_called_neutral() -> None:
+    """It was finite: who knows what it does with the records that failed elsewhere."""
+    factors = (Factor("batch_size", ("1", "2", "8")), Factor("attention", ("sdpa", "eager")))
+
+    def outcome(levels: Mapping[str, str]) -> Outcome:
+        if levels["batch_size"] == "1":
+            return replace(FINITE, records=("r1",))
+        bad = levels["attention"] == "eager"
+        return replace(NONFINITE if bad else FINITE, suspects=("r5",) if bad else (), records=("r1", "r5"))
+
+    found = attribute(factors, ran(factors, outcome))
+    assert [cause.levels for cause in found.causes] == [{"attention": ("eager",)}]
+    assert found.neutral == ()
+    assert found.causes[0].unseen == {"batch_size": ("1",)}

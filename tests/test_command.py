@@ -452,6 +452,20 @@ def test_another_attention_is_a_doubt_only() -> None:
         assert (effect.failed, len(effect.doubts)) == (None, doubts)
 
 
+def test_a_precision_that_nothing_was_cast_to() -> None:
+    """A script that ignores it: as a factor it can't be judged, and what all cells share is a doubt."""
+    full, cast = {"parameter_dtypes": {"float32": 9}, "casts": 0}, {"parameter_dtypes": {"float32": 9}, "casts": 4}
+    halves, hidden = {"parameter_dtypes": {"bfloat16": 9}, "casts": 0}, {**full, "casts": None}
+    for level, resolved, seen in (
+        ("bf16", full, True), ("fp16", full, True), ("fp32", full, False), ("bf16", cast, False),
+        ("bf16", halves, False), ("bf16", hidden, False), ("bf16", {}, False),
+    ):  # fmt: skip
+        varied = TRAINER.effect(Matrix("m", "command", ()), Cell(1, {"precision": level}), resolved)
+        assert ((varied.failed is not None), varied.doubts) == (seen, ())
+        fixed = TRAINER.effect(Matrix("m", "command", (), settings={"precision": level}), Cell(1, {}), resolved)
+        assert (fixed.failed, [note.code for note in fixed.doubts]) == (None, ["precision_otherwise"] * seen)
+
+
 # a real run ------------------------------------------------------------------------------------
 
 SCRIPT = """\

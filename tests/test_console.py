@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -10,7 +11,7 @@ from nanbisect import console as show
 from nanbisect.attribution import attribute
 from nanbisect.events import CellEnded, CellStarted, LevelBlocked, RunEnded, RunStarted, SlotNoted
 from nanbisect.matrix import Factor, Matrix, expand
-from nanbisect.outcome import CellResult, Outcome, Site, Status
+from nanbisect.outcome import CellResult, Note, Outcome, Site, Status
 from nanbisect.report.model import RunInputs, build
 
 MATRIX = Matrix(
@@ -114,6 +115,14 @@ def test_the_verdict_comes_first_and_without_marks() -> None:
     assert first.startswith("attention=eager together with batch_size=8 brings the NaN")
     assert "`" not in first
     assert "nanbisect rerun m-1 4" in text
+
+
+def test_a_doubt_that_is_a_caution_is_said_once() -> None:
+    """And a grid in which nothing needs explaining has no empty brackets."""
+    odd = replace(BAD, doubts=(Note("precision_otherwise", "all parameters are float32"),))
+    text = report_of((odd,) * 4)
+    assert text.count("all parameters are float32") == 1
+    assert "()" not in text
 
 
 def test_nothing_judged_says_why() -> None:

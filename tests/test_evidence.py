@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from nanbisect.evidence import Effect, Ending, Evidence, judge
-from nanbisect.outcome import Outcome, Status
+from nanbisect.evidence import CUT, Effect, Ending, Evidence, judge
+from nanbisect.outcome import Outcome, Status, unwrapped
+from nanbisect.trainers.base import PROBE
 from tests import fakes
 
 NONE: Callable[[Mapping[str, Any]], Effect] = lambda resolved: Effect()  # noqa: E731
@@ -169,7 +170,7 @@ def test_lost_events_are_never_finite_and_never_hide_a_finding() -> None:
 def test_a_command_without_a_diary_is_judged_by_the_probe_alone() -> None:
     """Its exit code counts, unless the probe had stopped it; its records come from the probe's batches."""
     batch = {
-        "kind": "batch", "time": 9.0, "step": 1, "micro_batch": 0, "module": "M", "matched": "content",
+        "kind": "batch", "time": 9.0, "step": 1, "micro_batch": 0, "rank": 0, "module": "M", "matched": "content",
         "indices": [4, 7], "records": None, "shapes": {}, "padding": None, "valid_labels": None,
     }  # fmt: skip
     events = [fakes.AWAKE, fakes.CHECKED, batch, fakes.step_event(1), fakes.EXIT]
@@ -189,6 +190,72 @@ def test_a_command_without_a_diary_is_judged_by_the_probe_alone() -> None:
     hidden = {**files, "events.0.1.jsonl": fakes.lines(*events[:2], partial, *events[2:])}
     assert "ZeRO" in judged(hidden).reason
     assert judged(hidden).status is Status.FAILED
+
+
+def test_a_batch_without_ids_or_with_a_cut_list_leaves_records_unknown() -> None:
+    """What is not known to have been met may have been met."""
+    batch = {
+        "kind": "batch", "time": 9.0, "step": 1, "micro_batch": 0, "rank": 0, "module": "M", "matched": "content",
+        "indices": [4], "records": ["r4"], "shapes": {}, "padding": None, "valid_labels": None,
+    }  # fmt: skip
+    lost = {**batch, "micro_batch": 1, "indices": None, "records": None}
+    cut = {**batch, "micro_batch": 1, "records": [f"r{number}" for number in range(CUT)]}
+    for second, known in ((batch, True), (lost, False), (cut, False)):
+        events = fakes.lines(fakes.AWAKE, fakes.CHECKED, batch, second, fakes.step_event(1), fakes.EXIT)
+        outcome = judged({"armed.jsonl": "{}", "events.0.1.jsonl": events})
+        assert (outcome.records[0], outcome.all_records) == ("r4", known)
+        assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))) == outcome
+    inputs = (PROBE / "inputs.py").read_text(encoding="utf-8")
+    assert f"LISTED = {CUT}  #" in inputs
+
+
+def test_names_are_the_models_own_whatever_wraps_it() -> None:
+    """Cells with and without checkpointing, or with another number of processes, name the same parameters."""
+    name = "module.layers.1._checkpoint_wrapped_module.q.weight"
+    tensor = {**fakes.nonfinite_event()["tensors"][0], "name": name}
+    census = {"first": "module.embed.weight", "bad": 9, "numel": 9, "parameters_bad": 3, "parameters": 3}
+    step = fakes.step_event(1, bad=[tensor], after_clip=census, gradient_norms={name: 1.0, "_orig_mod.a": 2.0})
+    events = fakes.lines(fakes.AWAKE, fakes.CHECKED, fakes.nonfinite_event(tensors=[tensor]), step)
+    outcome = judged({"armed.jsonl": "{}", "events.0.1.jsonl": events})
+    assert outcome.site is not None and outcome.smear is not None
+    assert outcome.site.parameters == ("layers.1.q.weight",)
+    assert outcome.first_gradients == {"layers.1.q.weight": 1.0, "a": 2.0}
+    assert (outcome.smear.blamed, outcome.smear.first) == ("module.embed.weight", "layers.1.q.weight")
+    assert replace(outcome.smear, blamed=name).misleads is False
+    assert outcome.reason.endswith("first in layers.1.q.weight")
+    assert unwrapped("my_module.module.weight") == "my_module.module.weight"
+
+
+def test_what_happened_on_several_ranks_is_told_of_the_rank_that_saw_it() -> None:
+    """The batch of another rank is no suspect; a step that all ranks dropped was dropped once."""
+    batch = {
+        "kind": "batch", "time": 9.0, "step": 1, "micro_batch": 0, "rank": 0, "module": "M", "matched": "content",
+        "indices": None, "records": ["r0"], "shapes": {}, "padding": None, "valid_labels": None,
+    }  # fmt: skip
+    other = {**batch, "rank": 1, "records": ["r1"]}
+    dropped: list[Mapping[str, Any]] = [
+        {"kind": "repair", "time": 11.0, "step": step, "code": "dropped_step", "text": f"step {step}", "tensors": []}
+        for step in (1, 1, 2, 2)
+    ]
+    awake = [fakes.AWAKE, {**fakes.AWAKE, "rank": 1}]
+    events = fakes.lines(*awake, fakes.CHECKED, batch, other, fakes.nonfinite_event(rank=1), *dropped)
+    outcome = judged({"armed.jsonl": "{}", "events.0.1.jsonl": events})
+    assert outcome.suspects == ("r1",)
+    assert [note.text for note in outcome.repairs] == ["step 1 (and 1 more times)"]
+    reduced = fakes.lines(*awake, fakes.CHECKED, batch, other, fakes.nonfinite_event(rank=1, phase="reduce"))
+    assert judged({"armed.jsonl": "{}", "events.0.1.jsonl": reduced}).suspects == ("r0", "r1")
+
+
+def test_dtypes_and_casts_are_resolved_from_what_the_probe_saw() -> None:
+    """Of the largest root: parts of it may be roots, too."""
+    root = {
+        "kind": "root", "time": 3.0, "module": "M", "parameters": 64, "elements": 9, "dtypes": {"float32": 64},
+        "device": "cpu", "dropout": False, "tied": [],
+    }  # fmt: skip
+    part = {**root, "parameters": 1, "dtypes": {"bfloat16": 1}}
+    events = fakes.lines(fakes.AWAKE, fakes.CHECKED, root, part, fakes.step_event(1, casts=0), fakes.EXIT)
+    resolved = judged({"armed.jsonl": "{}", "events.0.1.jsonl": events}).resolved
+    assert (resolved["parameter_dtypes"], resolved["casts"]) == ({"float32": 64}, 0)
 
 
 def test_a_scaler_that_skips_every_step_leaves_nothing_to_judge() -> None:

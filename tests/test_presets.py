@@ -186,6 +186,7 @@ def test_the_matrix_of_the_issue() -> None:
     )
     assert len(expand(matrix)) == 36
     assert matrix.baseline["attention"] == "sdpa"
+    assert presets.load("moss-tts-local-v1.5").needs["attention"] == {"flash": "flash_attn"}  # its own code imports it
     walk = re.findall(r"^#   \d\. .*--set (\w+)=", path.read_text(), re.M)
     assert walk == ["gradient_checkpointing", "batch_size", "channel_weights", "attention"]
 

@@ -652,6 +652,45 @@ def test_a_buffer_that_is_nan_after_loading(seen: Seen) -> None:
 
 @scenario("""
     model, optimizer = net()
+    model.register_buffer("unused", torch.tensor([1.0, NAN]), persistent=False)
+    model.register_buffer("odd", torch.tensor([NAN, INF]), persistent=False)
+    step(model, optimizer)
+    model.odd.fill_(INF)
+    step(model, optimizer)
+""")
+def test_a_nan_buffer_that_no_checkpoint_holds_is_a_note(seen: Seen) -> None:
+    assert not seen.kind("nonfinite") and seen.ended == ["step"] * 2
+    assert seen.repairs == ["nan_buffer"] * 2 and seen.kind("repair")[0]["tensors"] == ["unused"]
+
+
+@scenario("""
+    model, optimizer = net()
+    model.register_buffer("scale", torch.tensor([NAN]), persistent=False)
+    model.burn = lambda x: x * model.scale
+    step(model, optimizer)
+""")
+def test_where_it_is_used_the_loss_shows_it(seen: Seen) -> None:
+    assert (seen.kind("nonfinite")[0]["phase"], seen.repairs[0]) == ("loss", "nan_buffer")
+
+
+@scenario("""
+    model, optimizer = net()
+    step(model, optimizer)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x()).float().square().mean().backward()
+    optimizer.step()
+    model.burn = Half.apply
+    step(model, optimizer)
+    model.burn = lambda x: torch.utils.checkpoint.checkpoint(nn.functional.relu, x, use_reentrant=True)
+    step(model, optimizer)
+""")
+def test_casts_in_the_graph_and_nodes_that_may_hide_some(seen: Seen) -> None:
+    plain, autocast, own, checkpointed = [line["casts"] for line in seen.steps]
+    assert plain == checkpointed == 0 and autocast > 6 and own is None
+
+
+@scenario("""
+    model, optimizer = net()
     model.register_buffer("mask", torch.full((4, 4), -INF).triu(1))
     outer = nn.Sequential(model)
     step(model, optimizer)

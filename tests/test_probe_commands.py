@@ -487,6 +487,51 @@ def test_a_recurrent_cell_takes_no_batch_that_is_not_its_own(seen: Seen) -> None
 
 @scenario("""
     from torch.utils.data import DataLoader
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(4, 4)
+            self.heads = nn.ModuleList([nn.Linear(4, 4) for _ in range(26)])
+        def forward(self, x, attention_mask):
+            return self.body(x)
+    model = Heads()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mask = torch.tensor([0, 1])
+    rows = [{"x": torch.full((4,), float(i)), "attention_mask": mask, "id": i} for i in range(24)]
+    for number, batch in enumerate(DataLoader(rows, batch_size=1, shuffle=True), start=1):
+        hidden = model(batch["x"], attention_mask=batch["attention_mask"])
+        sum(head(hidden).square().mean() for head in model.heads).backward()  # called by the script, one by one
+        if number % 12 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+""")
+def test_parts_of_the_model_called_by_the_script_hide_no_batch(seen: Seen) -> None:  # noqa: F811
+    batches = seen.kind("batch")
+    assert {line["module"] for line in batches} == {"Heads"} and {line["padding"] for line in batches} == {1}
+    assert sorted(int(line["records"][0]) for line in batches) == list(range(24))
+    assert [(line["step"], line["micro_batch"]) for line in batches] == [(s, m) for s in (1, 2) for m in range(12)]
+
+
+@scenario("""
+    from torch.utils.data import DataLoader
+    cell, (model, optimizer) = nn.GRUCell(4, 4), net()
+    batches = iter(DataLoader([{"x": torch.full((4,), float(i)), "id": i} for i in range(8)], batch_size=2))
+    first = next(batches)["x"]
+    hidden = cell(first)
+    for part in range(99):
+        hidden = cell(first + part + 0.25, hidden)
+    hidden.square().mean().backward()  # the batch is in the first of a hundred forwards
+    for part in range(99):
+        model(x())
+    model(next(batches)["x"]).square().mean().backward()  # and here in the last
+    optimizer.step()
+""")
+def test_of_very_many_forwards_the_first_and_the_latest_count(seen: Seen) -> None:  # noqa: F811
+    assert [line["records"] for line in seen.kind("batch")] == [["0", "1"], ["2", "3"]]
+
+
+@scenario("""
+    from torch.utils.data import DataLoader
     class Odd(dict):
         def items(self):
             raise RuntimeError("not for you")

@@ -239,6 +239,14 @@ def test_nothing_failed_is_not_reproduced_and_says_what_to_try() -> None:
         "nanbisect run matrices/demo.yaml --steps 30",
         "nanbisect run matrices/demo.yaml --factor 'precision=bf16|fp32'",
     ]
+    assert "(`records` and `skip_records` in the matrix)" in str(report.next_steps[2])
+
+
+def test_a_command_is_not_told_of_keys_that_it_cannot_obey() -> None:
+    """Its data are its own affair, and so is the number of its processes."""
+    told = report_of(everything(GOOD), matrix=replace(DEMO, trainer="command", command=("python", "train.py")))
+    text = " ".join(map(str, told.next_steps))
+    assert "another data file" in text and "skip_records" not in text and "one process a cell" not in text
 
 
 SCRIPT = Matrix(
@@ -292,6 +300,19 @@ def test_everything_failed_points_at_weights_and_data() -> None:
     assert report.verdict.endswith("The baseline itself (cell 1, all first levels) is non-finite.")
     loaded = report_of(everything(replace(BAD, site=replace(SITE, phase="load"))))
     assert f"weights or buffers were already non-finite in 36 of 36 cells, first {K_PROJ}." in loaded.verdict
+
+
+def test_the_records_that_every_failing_batch_held_are_named() -> None:
+    """Batches of other sizes narrow them down; many that all cells share say nothing."""
+
+    def held(levels: Mapping[str, str]) -> Outcome:
+        first = {"1": 7, "2": 6, "8": 0}[levels["batch_size"]]
+        return replace(BAD, suspects=tuple(f"utt{number}" for number in range(first, 8)))
+
+    assert " Every failing batch held the record `utt7`." in report_of(held).verdict
+    shared = replace(BAD, suspects=tuple(f"utt{number}" for number in range(8)))
+    assert "Every failing batch" not in report_of(everything(shared)).verdict
+    assert "Every failing batch" not in report_of(everything(replace(BAD, suspects=()))).verdict
 
 
 def test_one_judged_cell_is_compared_with_nothing() -> None:

@@ -22,7 +22,7 @@ def account(window: Window, how: str, norm: float | None, clock: Clock) -> dict[
     return {
         "step": window.step, "taken": how == "step", "ended": how, "losses": losses,
         "backwards": window.micro + 1, "nested": window.nested, "recomputed": window.recomputed,
-        "kernels": window.kernels, "gradients": window.gradients,
+        "kernels": window.kernels, "casts": window.casts, "gradients": window.gradients,
         "bad": [bad.entry for bad in window.bad[:FIRST_BAD]],
         "norm": norm, "clip": window.clip, "after_clip": window.after_clip,
         "gradient_norms": window.norms, "scale": window.scale, "memory": memory(),

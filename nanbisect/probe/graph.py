@@ -6,14 +6,32 @@ without knowing any of them, and costs about a microsecond a node.
 
 from __future__ import annotations
 
+import functools
 import re
-from typing import Any, Iterable
+from typing import Any, Iterable, NamedTuple
 
 import torch
 
 KERNEL = re.compile(r"[Aa]ttention|FlashAttn|^(Safe)?Softmax")
 VIEWS = re.compile(r"^(T|Transpose|View|UnsafeView|Reshape|AsStrided|ToCopy|Permute|Expand|Alias|Slice)Backward")
 LOOKUP = re.compile(r"^Embedding")
+CAST = re.compile(r"^ToCopyBackward")
+PLAIN = re.compile(r"Backward\d+$|^torch::autograd::|^CheckpointFunctionBackward$")  # torch's own, or seen by itself
+
+
+class About(NamedTuple):
+    """What a node's name says."""
+
+    kernel: bool
+    cast: bool
+    plain: bool
+
+
+@functools.lru_cache(maxsize=1024)
+def about(name: str) -> About:
+    """There are few names and many nodes."""
+    return About(bool(KERNEL.search(name)), bool(CAST.match(name)), bool(PLAIN.search(name)))
+
 
 Node = Any  # torch.autograd.graph.Node; its stubs lack half of what is used here
 
@@ -22,13 +40,15 @@ class Walk:
     """What the graph below some roots (tensors or gradient edges) holds.
 
     `leaves`: id -> tensor. `uses`: id -> list of (node, input index): the edges into the leaf.
-    `kernels`: name of an attention or softmax node -> count.
+    `kernels`: name of an attention or softmax node -> count. `casts`: changes of dtype, or None where a
+    compiled or hand-written node may hide some.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
         self.leaves: dict[int, torch.Tensor] = {}
         self.uses: dict[int, list[tuple[Node, int]]] = {}
         self.kernels: dict[str, int] = {}
+        self.casts: int | None = 0
         self.parents: dict[Node, Node] = {}
         self._walk([node for node in map(self._entry, roots) if node is not None])
 
@@ -45,8 +65,13 @@ class Walk:
         while stack:
             node = stack.pop()
             name = node.name()
-            if KERNEL.search(name):
+            known = about(name)
+            if known.kernel:
                 self.kernels[name] = self.kernels.get(name, 0) + 1
+            if not known.plain:
+                self.casts = None
+            elif known.cast and self.casts is not None:
+                self.casts += 1
             for index, (child, _) in enumerate(node.next_functions):
                 if child is None:
                     continue

@@ -135,6 +135,12 @@ def sharded_paths(module: torch.nn.Module) -> dict[int, str]:
     return {id(part): path for path, part in module.named_modules() if part._parameters}
 
 
+def unsaved(module: torch.nn.Module) -> set[int]:
+    """ids of buffers that no checkpoint holds: code makes them, or leaves what was in the memory before."""
+    owned = ((part._buffers, name) for part in module.modules() for name in part._non_persistent_buffers_set)
+    return {id(buffers[name]) for buffers, name in owned if buffers.get(name) is not None}
+
+
 def smallest_holder(leaves: Iterable[torch.Tensor]) -> torch.nn.Module | None:
     """The smallest module alive that holds all leaves (a script may never call it)."""
     wanted = {id(leaf) for leaf in leaves}

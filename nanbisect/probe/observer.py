@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 
@@ -15,7 +15,7 @@ from .graph import Walk
 from .handles import Handles
 from .ledger import Ledger
 from .limits import Limits
-from .names import Names, dropout_active, sharded_paths, smallest_holder
+from .names import Names, dropout_active, sharded_paths, smallest_holder, unsaved
 from .partial import reason
 from .steps import Steps
 from .stopping import Stopper
@@ -24,6 +24,13 @@ from .window import Clock, Flag, Loss, Window
 SEARCHES = 3  # walks over all objects alive, to find a module that training never calls
 USES = 16  # uses of one tensor looked at one by one; a recurrent weight has hundreds
 TINY = 1 << 10  # scaled losses remembered at most
+
+
+class Root(NamedTuple):
+    """A module that training calls by itself, and the modules inside it."""
+
+    reference: weakref.ref[torch.nn.Module]
+    parts: weakref.WeakSet[torch.nn.Module]
 
 
 class Observer:
@@ -43,7 +50,8 @@ class Observer:
         self._begin()
 
     def _begin(self) -> None:
-        self.roots: dict[int, weakref.ref[torch.nn.Module]] = {}
+        self.roots: dict[int, Root] = {}
+        self.called: dict[int, Root] = {}  # since the last backward
         self.scaled: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         self.checked = False
         self.finished = 0  # the process that wrote its last line
@@ -94,11 +102,17 @@ class Observer:
             self.stopper.stop(why, steps.count, steps.window.micro + 1)
 
     def forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """A training forward of a root module is about to start."""
+        """A training forward of a root module is about to start.
+
+        A script may go on with parts of the model that it has just called (heads, embeddings): these work
+        on what came of the batch, not on another one, and there may be dozens of them.
+        """
         if any(p.requires_grad for p in module.parameters()):
             if not self._known(module):
                 self._new_root(module)
-            self.steps.forward(Forward(type(module).__name__, inputs.tensors([args, kwargs]) or {}))
+            if not any(module in root.parts for root in self.called.values()):
+                self.called[id(module)] = self.roots[id(module)]
+                self.steps.forward(Forward(type(module).__name__, inputs.tensors([args, kwargs]) or {}))
 
     def learn(self, module: torch.nn.Module) -> None:
         """A loop hands over its whole model before the first step."""
@@ -106,18 +120,19 @@ class Observer:
             self._new_root(module)
 
     def _known(self, module: torch.nn.Module) -> bool:
-        reference = self.roots.get(id(module))
-        return reference is not None and reference() is module
+        root = self.roots.get(id(module))
+        return root is not None and root.reference() is module
 
     def _new_root(self, module: torch.nn.Module, *, rename: bool = False) -> None:
-        self.roots[id(module)] = weakref.ref(module)
+        parts = weakref.WeakSet(part for part in module.modules() if part is not module)
+        self.roots[id(module)] = Root(weakref.ref(module), parts)
         parameters, buffers = self.names.learn(module, rename=rename)
         self.sharded.update(sharded_paths(module))
         self._describe(module)
         why = reason(module)
         if why is not None:
             self.journal.write("partial", reason=why)
-        self.steps.check_loaded(parameters, buffers)
+        self.steps.check_loaded(parameters, buffers, unsaved(module))
 
     def _describe(self, module: torch.nn.Module) -> None:
         parameters = list(module.parameters())
@@ -172,10 +187,12 @@ class Observer:
         else:
             self._self_check(roots)
             self.steps.begin_backward()
+            self.called = {}
         walk = Walk(roots)
         kernels = self.window.kernels
         for name, count in walk.kernels.items():
             kernels[name] = kernels.get(name, 0) + count
+        self.window.add_casts(walk.casts)
         leaves = list(walk.leaves.values())
         if not nested:
             self._note_losses([root for root in roots if isinstance(root, torch.Tensor)])

@@ -52,6 +52,7 @@ EVENTS: Dict[str, Dict[str, str]] = {
         "nested": "number of backward calls inside backward (reentrant checkpointing)",
         "recomputed": "number of module forwards run during backward",
         "kernels": "attention and softmax nodes of the graph -> count",
+        "casts": "changes of dtype in the graph; null where a node of somebody's own may hide some",
         "gradients": "number of gradients that arrived",
         "bad": "gradients that arrived non-finite, as in `nonfinite.tensors`, and of which micro-batch",
         "norm": "total norm handed to clipping",
@@ -66,6 +67,7 @@ EVENTS: Dict[str, Dict[str, str]] = {
     "repair": {
         "step": "step in which it happened",
         "code": "gradients_set_to_none, gradients_repaired, scaler_skip, dropped_step, infinite_buffer, "
+        "nan_buffer, "
         "zero_after_inf, loss_filtered, zero_loss_with_bad_norm, no_gradient, forward_without_backward",
         "text": "one sentence",
         "tensors": "names of what was repaired",
@@ -74,6 +76,7 @@ EVENTS: Dict[str, Dict[str, str]] = {
     "batch": {
         "step": "optimizer step in which its gradients arrived",
         "micro_batch": "micro-batch of that step",
+        "rank": "rank that trained on it",
         "module": "class of the module that was called with it",
         "matched": "how the served batch was found: content, order (not certain), or null",
         "indices": "rows of the dataset, as the data loader asked for them; null where that is unknown",

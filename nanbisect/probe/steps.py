@@ -24,7 +24,8 @@ from .ownership import others, owned, state_of, without_gradient
 from .stopping import Count
 from .window import Bad, BufferFlag, Clock, Entry, LossValue, Surfaced, Window
 
-UNPAIRED = 64  # forwards that wait for a backward
+UNPAIRED = 64  # forwards that wait for a backward: the first half and the latest
+PAIRED_AT = 256  # forwards looked up at once, whatever the accumulation
 EVENTS = 4  # non-finite events written; the first is the one that counts
 STATE_ALWAYS = 64  # steps after each of which the optimizer's state is looked at, then every fifth
 STATE_EVERY = 5
@@ -54,25 +55,36 @@ class Steps:
         self.unlogged: str | None = None  # a non-finite loss that no log has told of yet
         self.scaler: weakref.ref[Any] | None = None
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.infinite: dict[str, str] = {}  # buffers that hold an Inf which is taken to be intended, and its kind
+        self.excused: dict[str, str] = {}  # buffers with a non-finite value that is no event by itself, and its kind
 
     # loading -----------------------------------------------------------------------------------
 
-    def check_loaded(self, parameters: list[tuple[str, torch.Tensor]], buffers: list[tuple[str, torch.Tensor]]) -> None:
-        """Values before the first step. An Inf in a buffer is usually an intended mask."""
+    def check_loaded(
+        self, parameters: list[tuple[str, torch.Tensor]], buffers: list[tuple[str, torch.Tensor]], unsaved: set[int]
+    ) -> None:
+        """Values before the first step. `unsaved`: ids of buffers that no checkpoint holds.
+
+        An Inf in a buffer is usually an intended mask. A NaN in an unsaved one is usually memory that loading
+        left as it was, for code that makes the values anew: where it is used, a loss or gradient shows it.
+        """
         bad = numbers.bad_of(parameters)
+        made = {name for name, tensor in buffers if id(tensor) in unsaved}
         for entry in numbers.bad_of(buffers):
-            if entry["value"] == "nan":
+            if entry["value"] == "nan" and entry["name"] not in made:
                 bad.append(entry)
             else:
-                self._note_infinite(entry["name"], entry["value"], "after loading")
+                self._excuse(entry["name"], entry["value"], "after loading")
         if bad:
             self._event("load", bad[0]["value"], bad, 0, len(parameters) + len(buffers))
 
-    def _note_infinite(self, name: str, value: str, when: str) -> None:
-        if name not in self.infinite:
-            self.infinite[name] = value
-            self.repair("infinite_buffer", "buffer %s holds %s %s" % (name, value, when), [name])
+    def _excuse(self, name: str, value: str, when: str) -> None:
+        if name not in self.excused:
+            self.excused[name] = value
+            if value == "nan":
+                text = "buffer %s, which no checkpoint holds, was NaN %s (memory that nothing filled?)" % (name, when)
+                self.repair("nan_buffer", text, [name])
+            else:
+                self.repair("infinite_buffer", "buffer %s holds %s %s" % (name, value, when), [name])
 
     # judging -----------------------------------------------------------------------------------
 
@@ -82,6 +94,8 @@ class Steps:
         window.micro += 1
         for forward in window.forwards:
             forward.micro = window.micro if forward.micro is None else forward.micro
+        if len(window.forwards) >= PAIRED_AT:
+            self._pair()
         if window.carried:
             window.carried = [bad for bad in window.carried if findings.still(bad)]
         if window.deferred is not None and window.micro == 0:
@@ -111,13 +125,16 @@ class Steps:
         self._surface(new, fresh)
 
     def forward(self, forward: Forward) -> None:
-        """A training forward of a root starts; its batch is looked up when the flags are read."""
-        window = self.window
-        if len(window.forwards) < UNPAIRED:
-            window.forwards.append(forward)
-        elif not window.crowded:  # a script that never calls backward, or calls a part of its model very often
-            window.crowded = True
-            self._pair()
+        """A training forward of a root starts; its batch is looked up when the flags are read.
+
+        Of very many before one backward (a recurrent cell, a script that evaluates in training mode) the
+        first and the latest are kept: one of them has the batch.
+        """
+        forwards = self.window.forwards
+        forwards.append(forward)
+        waiting = [index for index, each in enumerate(forwards) if each.micro is None]
+        if len(waiting) > UNPAIRED:
+            del forwards[waiting[UNPAIRED // 2]]
 
     def _pair(self) -> None:
         forwards, self.window.forwards = self.window.forwards, []
@@ -125,7 +142,7 @@ class Steps:
             return
         lines, lost = self.batches.lines(forwards, self.window.step)
         for fields in lines:
-            self.journal.write("batch", **fields)
+            self.journal.write("batch", rank=rank(), **fields)
         if lost:
             text, values = findings.without_backward(lost)
             self.repair("forward_without_backward", text, values=values)
@@ -288,8 +305,9 @@ class Steps:
             value = numbers.kind(low, high)
             if value is None or flag.name in [entry["name"] for entry in bad]:
                 continue
-            if value == "-inf" or (value == "+inf" and flag.name in self.infinite):
-                self._note_infinite(flag.name, value, "in training")
+            known = self.excused.get(flag.name)
+            if value == "-inf" or known == "nan" or (value == "+inf" and known is not None):
+                self._excuse(flag.name, value, "in training")
             else:
                 bad.append(numbers.entry(flag.name, value, flag.handle(), micro=flag.micro))
         if bad:

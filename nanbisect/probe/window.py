@@ -77,9 +77,9 @@ class Window:
         self.nested = 0
         self.recomputed = 0
         self.kernels: dict[str, int] = {}
+        self.casts: int | None = 0  # None: somebody's own node may hide them
         self.leaves: dict[int, Handle] = {}
         self.forwards: list[Any] = []  # batches.Forward, not paired yet
-        self.crowded = False  # too many of them came at once
         self.gradients = 0
         self.bad: list[Bad] = []
         self.loss_values: list[LossValue] = []
@@ -94,6 +94,10 @@ class Window:
         self.norms: dict[str, float] | None = None
         self.scale: float | None = None
         self.began = time.perf_counter()
+
+    def add_casts(self, casts: int | None) -> None:
+        """Casts in one more graph."""
+        self.casts = None if casts is None or self.casts is None else self.casts + casts
 
     @property
     def seen(self) -> bool:

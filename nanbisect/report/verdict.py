@@ -18,6 +18,7 @@ from nanbisect.report.words import clip, code, combination, counted, kinds, one_
 
 SHOWN_CAUSES = 3
 SHOWN_RIVALS = 4
+SHOWN_COMMON = 3
 ASKED_FOR = ("attention", "gradient_checkpointing")  # what a recipe of the user's must ask for to have it
 USUAL_SUSPECTS = ("attention", "gradient_checkpointing", "batch_size", "precision")
 
@@ -156,7 +157,17 @@ def _everything_failed(inputs: RunInputs) -> Iterator[str]:
     else:
         yield f"No setting here matters: all {inputs.judged} judged cells failed{rest}."
     look = "Look at the weights, the data and how they are loaded"
-    yield f"{look}: {loaded_bad(inputs.failing)}. {surfaces(inputs.failing)}"
+    yield f"{look}: {loaded_bad(inputs.failing)}. {surfaces(inputs.failing)}{_in_common(inputs)}"
+
+
+def _in_common(inputs: RunInputs) -> str:
+    """The few records that every failing batch held: other batch sizes and orders narrow them down."""
+    batches = [set(result.outcome.suspects) for result in inputs.failing if result.outcome]
+    common = set.intersection(*batches) if len(batches) > 1 else set()
+    if not 0 < len(common) <= SHOWN_COMMON:
+        return ""
+    named = listed([code(name) for name in sorted(common)])
+    return f" Every failing batch held the {'record' if len(common) == 1 else 'records'} {named}."
 
 
 def _nothing_judged(inputs: RunInputs) -> Iterator[str]:

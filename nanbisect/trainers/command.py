@@ -42,6 +42,7 @@ NO_TRACKERS = {
     "SWANLAB_MODE": "disabled",
     "DISABLE_MLFLOW_INTEGRATION": "TRUE",
 }
+HALVES = ("bf16", "fp16")
 KERNELS = {"eager": ("SoftmaxBackward0",), "sdpa": effect.ANY_SDPA, "flash": effect.FLASH}
 
 
@@ -112,12 +113,21 @@ class CommandTrainer:
         return self._looking(folder, workdir, env, python=found, device=matrix.device, needs=self._needs(matrix))
 
     def effect(self, matrix: Matrix, cell: Cell, resolved: Mapping[str, Any]) -> Effect:
-        """Checkpointing is judged by what ran again in backward; attention is a doubt, the code is not ours."""
+        """Checkpointing is judged by what ran again in backward, and a precision that is varied by what was cast.
+
+        Attention, and a precision that all cells share, are doubts: the code is not ours.
+        """
         settings = {**matrix.settings, **cell.levels}
         level = settings.get("gradient_checkpointing", "")
         judged = {"gradient_checkpointing": level} if level in ("on", "off", "true", "false", "reentrant") else {}
         failed = effect.effect_of(judged, frozenset(), resolved).failed
-        return Effect(failed, tuple(_attention_doubts(cell.levels.get("attention"), resolved)))
+        doubts = [*_attention_doubts(cell.levels.get("attention"), resolved)]
+        full = _full_precision(settings.get("precision"), resolved)
+        if full is not None and "precision" in cell.levels:
+            failed = failed or full
+        elif full is not None:
+            doubts.append(Note("precision_otherwise", full))
+        return Effect(failed, tuple(doubts))
 
     def work(self, matrix: Matrix, cells: Sequence[Cell]) -> Mapping[str, float]:
         """Micro-batches of each cell, as far as its settings tell."""
@@ -364,6 +374,14 @@ def installed_names(python: str, parsers: tuple[str, ...], workdir: str) -> froz
         return frozenset(json.loads(done.stdout)) if done.returncode == 0 else frozenset()
     except ValueError:  # something of that name that is no Python
         return frozenset()
+
+
+def _full_precision(level: str | None, resolved: Mapping[str, Any]) -> str | None:
+    """What shows that a training asked for in half precision computed in float32; None where nothing does."""
+    whole = set(resolved.get("parameter_dtypes", {})) == {"float32"} and resolved.get("casts") == 0
+    if level not in HALVES or not whole:
+        return None
+    return f"precision={level} was asked for, and all parameters are float32 and nothing was cast"
 
 
 def _attention_doubts(level: str | None, resolved: Mapping[str, Any]) -> Iterator[Note]:
