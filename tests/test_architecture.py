@@ -26,7 +26,7 @@ FLOORS = (
             "matrix_file",
             "matrix_schema",
         ),
-        *("evidence", "neutrality", "combinations", "attribution", "search", "schedule", "tables", "report"),
+        *("ranks", "evidence", "neutrality", "combinations", "attribution", "search", "schedule", "tables", "report"),
     ),
     ("executors", "store", "trainers"),
     ("run", "watch"),

@@ -218,7 +218,7 @@ def test_repairs_are_counted_by_code() -> None:
     events = fakes.lines(fakes.AWAKE, fakes.CHECKED, repair, repair, fakes.step_event())
     outcome = judged({**fakes.finite_files(), "events.0.1.jsonl": events})
     assert [(note.code, note.text) for note in outcome.repairs] == [
-        ("gradients_repaired", "2 gradients (and 1 more times)")
+        ("gradients_repaired", "2 gradients (and 1 more time)")
     ]
 
 
