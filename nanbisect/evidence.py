@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import signal
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -434,15 +434,15 @@ def _doubts(evidence: Evidence) -> tuple[Note, ...]:
     errors = evidence.events("probe_error")
     if errors:
         notes.append(Note("probe_error", f"the probe failed in {errors[0]['where']}: {errors[0]['error']}"))
-    checks = evidence.events("self_check")
-    told = sorted({ranks.rank_of(line) for line in checks})
-    if len(told) > 1 and all(line.get("world") == 1 for line in checks):
-        text = (
-            f"{ranks.named(told)} trained each for itself, without a process group (on CPU `accelerate launch` needs "
-            "ACCELERATE_USE_CPU=true)"
-        )
-        notes.append(Note("trained_apart", text))
+    apart = ranks.apart(evidence.events("self_check"), _ids_by_place(evidence))
+    if apart is not None:
+        notes.append(Note("trained_apart", apart))
     return tuple(notes)
+
+
+def _ids_by_place(evidence: Evidence) -> Iterator[tuple[Line, list[str]]]:
+    """Batches of the probe with their ids, as far as they have any."""
+    return ((line, ids) for line in evidence.events("batch") if (ids := _ids(line)))
 
 
 # resolved --------------------------------------------------------------------------------------

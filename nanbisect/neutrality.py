@@ -98,7 +98,7 @@ ADVICE = {
 IDLE = "Take the factor out of the matrix, or make the recipe (or the model) use the setting."
 DOUBTS = {
     "scaler_skip": "Skips in the first steps are healthy; use bf16 if they go on.",
-    "trained_apart": "Start them in one group: read what the launcher says at its start.",
+    "trained_apart": "Read what the launcher says (on CPU `accelerate launch` wants ACCELERATE_USE_CPU=true).",
     "attention_otherwise": "Read the level as the recipe's own name for what it does.",
 }
 """Advice for what an attempt doubted."""

@@ -81,6 +81,22 @@ def _stage(line: Line) -> int:
     return 0 if phase == "load" else 1 if phase in OWN else 3 if phase == REDUCED else 2
 
 
+def apart(checks: Sequence[Line], batches: Iterable[tuple[Line, list[str]]]) -> str | None:
+    """Whether several ranks seem not to share the work: no group, or the same records on all of them in every step."""
+    told = sorted({rank_of(line) for line in checks})
+    if len(told) < 2:
+        return None
+    if all(line.get("world") == 1 for line in checks):
+        return f"{named(told)} trained each for itself, without a process group"
+    places: defaultdict[tuple[int, int], dict[int, list[str]]] = defaultdict(dict)
+    for line, ids in batches:
+        places[(line["step"], line["micro_batch"])][rank_of(line)] = ids
+    shared = [list(by_rank.values()) for by_rank in places.values() if len(by_rank) == len(told)]
+    if shared and all(ids == seen[0] for seen in shared for ids in seen):
+        return f"{named(told)} met the same records in every step: that is tensor parallelism, or they share no work"
+    return None
+
+
 def mean(values: Mapping[int, float]) -> float:
     """The mean over ranks; of equal values exactly that value, and non-finite if one is."""
     distinct = set(values.values())

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nanbisect.errors import UsageError
-from nanbisect.evidence import OF_A_MICRO_BATCH, Effect, Ending, judge
+from nanbisect.evidence import OF_A_MICRO_BATCH, Effect, Ending, Evidence, judge
 from nanbisect.matrix import Cell
 from nanbisect.outcome import CellResult, Outcome, Status
 from nanbisect.report.places import places
@@ -37,14 +37,16 @@ TRAINERS = {
 class Watched:
     """How the command ended, and what the probe saw of it.
 
-    `steps` and `backwards` are those of the rank with the most; `spoiled` is the first step after which weights or
-    optimizer state were non-finite; `stopped`: the probe ended the command, as it was asked to.
+    `steps` and `backwards` are those of the rank with the most; `harmless`: the loss was non-finite and every gradient
+    of that step finite; `spoiled` is the first step after which weights or optimizer state were non-finite;
+    `stopped`: the probe ended the command, as it was asked to.
     """
 
     code: int
     outcome: Outcome
     steps: int = 0
     backwards: int = 0
+    harmless: bool = False
     spoiled: int | None = None
     stopped: bool = False
 
@@ -106,11 +108,21 @@ def watched(folder: Path, code: int, seconds: float = 0.0) -> Watched:
         outcome,
         steps=max([*(line["steps"] for line in last), *(line["step"] for line in evidence.events("step"))], default=0),
         backwards=max((line["backwards"] for line in last), default=0),
+        harmless=_only_the_loss(evidence, outcome),
         spoiled=min(
             (line["step"] for line in evidence.events("nonfinite") if line["phase"] == "optimizer"), default=None
         ),
         stopped=bool(evidence.events("stopped")),
     )
+
+
+def _only_the_loss(evidence: Evidence, outcome: Outcome) -> bool:
+    """Whether gradients were seen in the step of a non-finite loss, all of them, and none of them was bad."""
+    site = outcome.site
+    if site is None or site.phase != "loss" or evidence.events("partial"):
+        return False
+    seen = [line for line in evidence.events("step") if line["step"] == site.step]
+    return bool(seen) and all(line["gradients"] and not line["bad"] for line in seen)
 
 
 # what to tell ----------------------------------------------------------------------------------
@@ -144,6 +156,8 @@ def _about_the_event(watched: Watched) -> Iterator[str]:
     site, smear = outcome.site, outcome.smear
     if site is not None and site.phase == "optimizer":
         yield "no loss and no gradient had been non-finite before: the optimizer's own arithmetic made it"
+    if watched.harmless:
+        yield "every gradient of that step was finite all the same"
     if outcome.suspects:
         yield _records(outcome)
     if smear is not None:

@@ -35,10 +35,10 @@ def step(number: int, loss: float | str, **more: Any) -> Entry:
     return fakes.step_event(number, losses=[{"micro_batch": 0, "handed": loss, "unscaled": None}], **more)
 
 
-def judged(
+def leave(
     folder: Path, *ranks: list[Entry], world: int | None = None, later: float = 0.0, asleep: int | None = None
-) -> Outcome:
-    """The outcome of what these ranks left, the second `later` by its clock, one of them `asleep`."""
+) -> None:
+    """What these ranks leave, the second `later` by its clock, one of them `asleep`."""
     folder.mkdir(exist_ok=True)
     (folder / "armed.jsonl").write_text("{}\n")
     of = len(ranks) if world is None else world
@@ -47,6 +47,11 @@ def judged(
         ends = [] if entries and entries[-1]["kind"] == "exit" else [fakes.EXIT]
         moved = [{**entry, "time": entry["time"] + rank * later} for entry in [*head, *entries, *ends]]
         (folder / f"events.{rank}.{100 + rank}.jsonl").write_text(fakes.lines(*moved))
+
+
+def judged(folder: Path, *ranks: list[Entry], **how: Any) -> Outcome:
+    """The outcome of what these ranks left."""
+    leave(folder, *ranks, **how)
     evidence = replace(read_evidence(folder), ending=Ending("exited", 0, None, 1.0, False))
     return judge(evidence, attempt=1, seed=0, effect_of=lambda resolved: Effect())
 
@@ -153,11 +158,14 @@ def test_a_rank_that_was_not_seen_or_not_awake_makes_no_finite_cell(tmp_path: Pa
 
 
 def test_processes_without_a_group_are_said_to_train_apart(tmp_path: Path) -> None:
-    """The launcher gave them ranks, and nobody joined them."""
+    """The launcher gave them ranks, and nobody joined them; or joined them, and all get the same batches."""
     outcome = judged(tmp_path, [step(1, 1.0)], [step(1, 1.0)], world=1)
     assert [note.code for note in outcome.doubts] == ["trained_apart"]
     assert "ranks 0 and 1 trained each for itself" in outcome.doubts[0].text
     assert not judged(tmp_path, [step(1, 1.0)], [step(1, 1.0)]).doubts
+    both = [batch(1, "r0", "r1"), step(1, 1.0), batch(2, "r2"), step(2, 1.0)]
+    assert "met the same records in every step" in judged(tmp_path, both, both).doubts[0].text
+    assert not judged(tmp_path, both, [*both[:2], batch(2, "r3"), step(2, 1.0)]).doubts
 
 
 def repair(rank_step: int, code: str = "loss_filtered") -> Entry:
