@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from nanbisect.errors import UsageError
-from nanbisect.evidence import OF_A_MICRO_BATCH, Effect, Ending, Evidence, judge
+from nanbisect.evidence import Effect, Ending, Evidence, judge
 from nanbisect.matrix import Cell
 from nanbisect.outcome import CellResult, Outcome, Status
-from nanbisect.report.places import places
+from nanbisect.report.places import of_what, places
 from nanbisect.report.words import counted
 from nanbisect.store import read_evidence
 from nanbisect.trainers.base import probe_environment
@@ -39,7 +39,7 @@ class Watched:
 
     `steps` and `backwards` are those of the rank with the most; `harmless`: the loss was non-finite and every gradient
     of that step finite; `spoiled` is the first step after which weights or optimizer state were non-finite;
-    `stopped`: the probe ended the command, as it was asked to.
+    `stopped`: the probe ended the command, as it was asked to; `armed`: some process of it had torch and the probe.
     """
 
     code: int
@@ -49,6 +49,7 @@ class Watched:
     harmless: bool = False
     spoiled: int | None = None
     stopped: bool = False
+    armed: bool = True
 
 
 def watch(command: Sequence[str], *, steps: int | None, stop: bool, environ: Mapping[str, str]) -> Watched:
@@ -113,6 +114,7 @@ def watched(folder: Path, code: int, seconds: float = 0.0) -> Watched:
             (line["step"] for line in evidence.events("nonfinite") if line["phase"] == "optimizer"), default=None
         ),
         stopped=bool(evidence.events("stopped")),
+        armed=evidence.armed,
     )
 
 
@@ -137,7 +139,7 @@ def diagnosis(watched: Watched, command: Sequence[str]) -> tuple[str, ...]:
     elif watched.code > 0 and outcome.status is Status.FINITE and not watched.stopped:
         lines.append(f"it ended with code {watched.code}, and not after a non-finite value that the probe saw")
     lines += [f"{note.code}: {note.text}" for note in (*outcome.repairs, *outcome.doubts)]
-    lines += _next(outcome, command)
+    lines += _next(watched, command)
     return tuple(lines)
 
 
@@ -169,22 +171,32 @@ def _about_the_event(watched: Watched) -> Iterator[str]:
 
 
 def _records(outcome: Outcome) -> str:
-    """`records of that batch, on rank 1: r5, r7`."""
-    site, records = outcome.site, outcome.suspects
-    exact = site is not None and site.phase in OF_A_MICRO_BATCH
-    rank = f", on rank {site.rank}" if site is not None and site.ranks is not None and exact else ""
+    """`records of that batch on rank 1: r5, r7`."""
+    records = outcome.suspects
+    what = of_what(outcome.site, "batch") if outcome.site else "step"
     rest = f" and {len(records) - SHOWN} more" if len(records) > SHOWN else ""
     rows = " (rows of the dataset that the data loader reads, from 0)" if records[0].startswith("row ") else ""
-    what = "batch" if exact else "step"
-    return f"records of that {what}{rank}: {', '.join(records[:SHOWN])}{rest}{rows}"
+    return f"records of that {what}: {', '.join(records[:SHOWN])}{rest}{rows}"
 
 
-def _next(outcome: Outcome, command: Sequence[str]) -> Iterator[str]:
-    if outcome.status is Status.NO_TRAINING:
-        yield (
-            f"next: {Path(command[0]).name} may drop PYTHONPATH (a container, ssh, sudo, `python -I`), run another "
-            "Python without torch, or not train at all"
+def _nothing_seen(watched: Watched, program: str) -> str:
+    if watched.armed and watched.code:
+        return f"next: {program} ended with code {watched.code} before it trained; what it printed says why"
+    if watched.armed:
+        return (
+            f"next: {program} did import torch and called no backward: look whether it trains at all, or in a process "
+            "elsewhere (a container, ssh, another machine)"
         )
+    return (
+        f"next: {program} may drop PYTHONPATH (a container, ssh, sudo, `python -I`), run another Python without torch, "
+        "or not train at all"
+    )
+
+
+def _next(watched: Watched, command: Sequence[str]) -> Iterator[str]:
+    outcome = watched.outcome
+    if outcome.status is Status.NO_TRAINING:
+        yield _nothing_seen(watched, Path(command[0]).name)
     if outcome.status is not Status.NONFINITE:
         return
     step = outcome.site.step if outcome.site else 1

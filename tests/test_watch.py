@@ -86,6 +86,10 @@ def test_it_says_when_the_probe_saw_nothing(script: Path) -> None:
     nothing = nanbisect("watch", "--", PYTHON, "-c", "import torch", cwd=script)
     assert nothing.code == 0
     assert "saw no backward" in nothing.err
+    assert "did import torch and called no backward" in nothing.err
+    failed = nanbisect("watch", "--", PYTHON, "-c", "import torch; exit(3)", cwd=script)
+    assert "ended with code 3 before it trained" in failed.err
+    assert "PYTHONPATH" not in failed.err
     nanbisect("watch", "--", "no-such-command", cwd=script).refused("no-such-command", "try:")
 
 
@@ -134,7 +138,7 @@ def test_the_diagnosis_of_several_ranks(tmp_path: Path) -> None:
     assert told(tmp_path, zero, one) == [
         "nanbisect: non-finite: NaN in backward of step 2, first in the gradient of b, on rank 1 of 2 (rank 0 got it "
         "by the reduction of gradients), while the loss is finite (4, the mean over ranks)",
-        "records of that batch, on rank 1: r5",
+        "records of that batch on rank 1: r5",
         "a check after clipping would have blamed a (9 of 9 elements); the first gradient to arrive non-finite was b",
         "after step 2 the weights or the optimizer's state are non-finite: go back to before it",
         "next: a matrix with `trainer: command`, `steps: 2` and the settings you suspect as factors says which of them "
@@ -144,7 +148,12 @@ def test_the_diagnosis_of_several_ranks(tmp_path: Path) -> None:
 
 def test_the_diagnosis_of_an_optimizer_of_a_loss_and_of_a_late_event(tmp_path: Path) -> None:
     """Each says what was still finite; of a late one, how to come back to it soon."""
-    lines = told(tmp_path / "a", [batch(1, "r0"), bad(0, "optimizer", at=1), step(1, 2.0)], command="x/trl sft")
+    lines = told(
+        tmp_path / "a", [batch(1, "r0"), bad(0, "optimizer", at=1, micro_batch=7), step(1, 2.0)], command="x/trl sft"
+    )
+    assert lines[0] == (
+        "nanbisect: non-finite: NaN in the optimizer of step 1, first in b, while the loss is finite (2)"
+    )
     assert lines[1].startswith("no loss and no gradient had been non-finite before")
     assert lines[2:4] == ["records of that step: r0", lines[3]]
     assert "`trainer: trl`, `steps: 1`" in lines[-1]

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nanbisect.evidence import OF_A_MICRO_BATCH
 from nanbisect.neutrality import listed
 from nanbisect.outcome import CellResult, Site, Smear
 from nanbisect.ranks import on_ranks
@@ -32,7 +33,8 @@ SHOWN = 5
 class Place:
     """Failing cells that surfaced at the same place. `parameters` in order of arrival, of the first cell.
 
-    `records` are those of the micro-batch that failed in the first cell, `origin` what a trace found there.
+    `records` are those of the micro-batch that failed in the first cell (`of_what`: of that, or of the whole step),
+    `origin` what a trace found there.
     """
 
     text: str
@@ -40,6 +42,7 @@ class Place:
     cells: tuple[int, ...]
     parameters: tuple[str, ...]
     records: tuple[str, ...]
+    of_what: str
     origin: str | None
 
 
@@ -118,8 +121,16 @@ def _place(group: Sequence[CellResult]) -> Place:
         cells=tuple(result.cell.number for result in group),
         parameters=site.parameters if site else (),
         records=first.outcome.suspects if first.outcome else (),
+        of_what=of_what(site) if site else "step",
         origin=next(origins, None),
     )
+
+
+def of_what(site: Site, batch: str = "micro-batch") -> str:
+    """`micro-batch`, `micro-batch on rank 1`, or `step`: what the suspect records are of."""
+    if site.phase not in OF_A_MICRO_BATCH:
+        return "step"
+    return f"{batch} on rank {site.rank}" if site.ranks else batch
 
 
 def _where(group: Sequence[CellResult]) -> str:
@@ -132,7 +143,8 @@ def _position(site: Site, group: Sequence[CellResult], *, brief: bool = False) -
     who = _ranks(group, brief)
     if site.phase == "load":
         return f"right after load, before the first step{_first(site)}{who}"
-    micro = f" (micro-batch {site.micro_batch}, counted from 0)" if site.micro_batch and len(group) == 1 else ""
+    exact = site.micro_batch and site.phase in OF_A_MICRO_BATCH and len(group) == 1
+    micro = f" (micro-batch {site.micro_batch}, counted from 0)" if exact else ""
     return f"in {OF_STEP.get(site.phase, one_line(site.phase))} of step {site.step}{micro}{_first(site)}{who}"
 
 
