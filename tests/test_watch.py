@@ -93,6 +93,18 @@ def test_it_says_when_the_probe_saw_nothing(script: Path) -> None:
     nanbisect("watch", "--", "no-such-command", cwd=script).refused("no-such-command", "try:")
 
 
+def test_a_json_that_cannot_be_written_is_said_before_the_command_runs(script: Path) -> None:
+    """Not after days; and what fails at the end takes neither the diagnosis nor the exit code."""
+    done = nanbisect("watch", "--json", "none/seen.json", "--", PYTHON, "-c", "print('ran')", cwd=script)
+    done.refused("--json none/seen.json: there is no folder", "try:")
+    assert "ran" not in done.out
+    (script / "gone").mkdir()
+    code = "import os, sys; os.rmdir('gone'); sys.exit(3)"
+    done = nanbisect("watch", "--json", "gone/seen.json", "--", PYTHON, "-c", code, cwd=script)
+    assert done.code == 3
+    assert "gone/seen.json can't be written" in done.err
+
+
 WAITING = """
 import signal, sys, time
 def told(number, _):
