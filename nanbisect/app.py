@@ -162,15 +162,21 @@ def report(name: str, format_: str, *, redact: bool, reports: Path) -> str:
 
 
 def watch(command: tuple[str, ...], *, steps: int | None, stop: bool, json_file: Path | None) -> int:
-    """`nanbisect watch`: one command under the probe. Returns the command's own exit code."""
+    """`nanbisect watch`: one command under the probe. Returns the command's own exit code.
+
+    Raises UsageError before the command is started if the JSON can't be written: it may run for days.
+    """
+    if json_file is not None:
+        _writable(json_file)
     watched = watching.watch(command, steps=steps, stop=stop, environ=dict(os.environ))
     console = show.console_for(sys.stderr)
     for line in watching.diagnosis(watched, command):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if json_file is not None:
-        cell = cell_to_result(CellResult(Cell(1, {}), (watched.outcome,)))
-        with explained(json_file):
-            atomic_write(json_file, json.dumps(jsonable(cell), indent=1, allow_nan=False) + "\n")
+        try:
+            _write_cell(json_file, CellResult(Cell(1, {}), (watched.outcome,)))
+        except StoreError as error:  # what was seen is told, and the exit code stays the command's own
+            console.print(f"nanbisect: {error}", markup=False, highlight=False, soft_wrap=True)
     return watched.code if watched.code >= 0 else 128 - watched.code
 
 
@@ -199,6 +205,19 @@ def show_checkup(console: Console, checkup: Checkup) -> None:
     """The doctor's answer; single lines are left whole, so that a command can be copied."""
     for part in show.doctor_parts(checkup):
         console.print(part, highlight=False, soft_wrap=isinstance(part, Text))
+
+
+def _writable(path: Path) -> None:
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise UsageError(f"--json {path}: there is no folder {folder}\ntry: a file in a folder that is there")
+    if path.is_dir() or not os.access(folder, os.W_OK):
+        raise UsageError(f"--json {path} can't be written\ntry: a file in a folder of yours")
+
+
+def _write_cell(path: Path, result: CellResult) -> None:
+    with explained(path):
+        atomic_write(path, json.dumps(jsonable(cell_to_result(result)), indent=1, allow_nan=False) + "\n")
 
 
 # pieces ----------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from nanbisect.environment.levels import Levels
 from nanbisect.events import CellEnded, CellStarted, Event, LevelBlocked, RunEnded, RunStarted, SlotNoted, StartNoted
 from nanbisect.matrix import Cell, Matrix
 from nanbisect.outcome import Outcome, Status, named
+from nanbisect.ranks import on_ranks
 from nanbisect.report.model import Report
 from nanbisect.report.words import counted, one_line
 
@@ -66,7 +67,8 @@ def told(outcome: Outcome) -> str:
     if outcome.site is not None:
         site = outcome.site
         first = f", first {site.parameters[0]}" if site.parameters else ""
-        return one_line(f"{site.kind} in {site.phase}, step {site.step}{first}")
+        where = f", {words}" if (words := on_ranks(site, brief=True)) else ""
+        return one_line(f"{site.kind} in {site.phase}, step {site.step}{first}{where}")
     if outcome.status is Status.FINITE:
         return f"loss {named(outcome.loss[-1])!s:.7}" if outcome.loss else ""
     return one_line(outcome.reason.splitlines()[0]) if outcome.reason else ""

@@ -7,12 +7,15 @@ that the probe was awake and that its settings took effect.
 
 from __future__ import annotations
 
+import itertools
 import re
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nanbisect import ranks
 from nanbisect.outcome import Note, Outcome, Site, Smear, Status, number, unwrapped
 
 Line = Mapping[str, Any]
@@ -47,7 +50,8 @@ class Ending:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All lines of an attempt. `probe` holds the events of all ranks by time, `diary` the trainer's own lines.
+    """All lines of an attempt. `probe` holds the events of all ranks by time, each with its `rank`, `diary` the
+    trainer's own lines.
 
     `lost`: lines of the probe are missing or not of the form that its schema gives. `port_taken`: the log
     says that a port was in use.
@@ -82,7 +86,7 @@ def judge(evidence: Evidence, *, attempt: int, seed: int, effect_of: Callable[[M
     effect = effect_of(resolved) if evidence.events("step") else Effect()
     status, reason = _status(evidence, effect)
     site = _site(evidence) if status is Status.NONFINITE else None
-    losses, norms = _curves(evidence)
+    losses, norms = (_unbroken(curve) for curve in _curves(evidence))
     load, train = _times(evidence)
     outcome = Outcome(
         status=status,
@@ -127,7 +131,7 @@ def _status(evidence: Evidence, effect: Effect) -> tuple[Status, str]:
     if effect.failed is not None:
         return Status.UNSUPPORTED, f"not judged, because a setting did not take effect: {effect.failed}"
     if event is not None:
-        return Status.NONFINITE, _surfaced(event)
+        return Status.NONFINITE, _surfaced(evidence, event)
     return Status.FINITE, "every loss, gradient, parameter, buffer and optimizer state was finite"
 
 
@@ -139,11 +143,13 @@ def _refused(evidence: Evidence) -> tuple[Status, str] | None:
     return (Status.UNSUPPORTED, text) if how == "unsupported" else None
 
 
-def _surfaced(event: Line) -> str:
+def _surfaced(evidence: Evidence, event: Line) -> str:
     names = [unwrapped(tensor["name"]) for tensor in event["tensors"]]
     first = f", first in {names[0]}" if names and event["phase"] != "loss" else ""
     micro = f", micro-batch {event['micro_batch']}" if event["phase"] in OF_A_MICRO_BATCH else ""
-    return f"{event['value']} in {event['phase']} of step {event['step']}{micro}{first}"
+    site = _site(evidence)
+    where = ranks.on_ranks(site) if site else ""
+    return f"{event['value']} in {event['phase']} of step {event['step']}{micro}{first}{where and ', '}{where}"
 
 
 def _ended_badly(evidence: Evidence) -> tuple[Status, str] | None:
@@ -205,8 +211,12 @@ def _blind(evidence: Evidence) -> tuple[Status, str] | None:
         return Status.FAILED, "not judged: the GradScaler skipped the last step again and again"
     if any(line["taken"] and not _all_finite(line) for line in steps):
         return Status.FAILED, "not judged: the training's own loss or norm was non-finite, and the probe saw nothing"
-    if not any(line.get("seen") for line in evidence.events("self_check")):
+    checks = evidence.events("self_check")
+    if not checks or not all(line.get("seen") for line in checks):
         return Status.FAILED, "not judged: the probe did not see the NaN that it planted itself"
+    seen, of = len({ranks.rank_of(line) for line in checks}), ranks.world(checks)
+    if seen < of:
+        return Status.FAILED, f"not judged: of {of} processes that train together the probe saw {seen}"
     errors = evidence.events("probe_error")
     if errors:
         return Status.FAILED, f"not judged: the probe failed in {errors[0]['where']}: {errors[0]['error']}"
@@ -229,10 +239,9 @@ def _all_finite(step: Line) -> bool:
 
 def _first_event(evidence: Evidence) -> Line | None:
     """The first event, with the step as the user counts it: tries of one step under a GradScaler are one."""
-    events = evidence.events("nonfinite")
-    if not events:
+    first = ranks.first_event(evidence.events("nonfinite"))
+    if first is None:
         return None
-    first = min(events, key=lambda line: (line["step"], line["phase"] == "reduce", line["time"]))
     return {**first, "try": first["step"], "step": _window_of(evidence, first["step"])}
 
 
@@ -246,6 +255,7 @@ def _site(evidence: Evidence) -> Site | None:
     event = _first_event(evidence)
     if event is None:
         return None
+    losses, _ = _curves(evidence)
     return Site(
         step=event["step"],
         micro_batch=event["micro_batch"],
@@ -254,6 +264,8 @@ def _site(evidence: Evidence) -> Site | None:
         kind=event["value"],
         parameters=tuple(unwrapped(tensor["name"]) for tensor in event["tensors"][:SHOWN]),
         channels=_bad_channels(evidence, event),
+        loss=losses.get(event["step"]),
+        ranks=ranks.spread({**event, "step": event["try"]}, evidence.events("nonfinite"), ranks.world(evidence.probe)),
     )
 
 
@@ -269,15 +281,12 @@ def _bad_channels(evidence: Evidence, event: Line) -> tuple[str, ...]:
 def _smear(evidence: Evidence) -> Smear | None:
     """What a check after clipping would have said in the step of the event."""
     event = _first_event(evidence)
-    for line in evidence.events("step"):
+    if event is None:
+        return None
+    place = (event["try"], event["rank"])
+    for line in (line for line in evidence.events("step") if (line["step"], ranks.rank_of(line)) == place):
         census = line.get("after_clip")
-        if (
-            event is not None
-            and line["step"] == event["try"]
-            and line["bad"]
-            and census
-            and census["first"] is not None
-        ):
+        if line["bad"] and census and census["first"] is not None:
             return Smear(census["first"], census["bad"], census["numel"], unwrapped(line["bad"][0]["name"]))
     return None
 
@@ -285,25 +294,45 @@ def _smear(evidence: Evidence) -> Smear | None:
 # numbers ---------------------------------------------------------------------------------------
 
 
-def _curves(evidence: Evidence) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Loss (mean of the micro-batches) and gradient norm of every step; the probe's where the trainer's are missing."""
-    losses: dict[int, float] = {}
-    norms: dict[int, float] = {}
-    for line in evidence.events("step"):
-        values = [
-            number(entry["handed"] if entry["unscaled"] is None else entry["unscaled"]) for entry in line["losses"]
-        ]
-        if values:
-            losses[line["step"]] = sum(values)
-        if line["norm"] is not None:
-            norms[line["step"]] = number(line["norm"])
-    if evidence.lines("step"):
-        losses, norms = {}, {}
+def _unbroken(curve: Mapping[int, float]) -> tuple[float, ...]:
+    """Its values from step 1 on, up to the first that is not known: a long run writes few of its steps."""
+    steps = itertools.takewhile(lambda step: step in curve, itertools.count(1))
+    return tuple(curve[step] for step in steps)
+
+
+def _curves(evidence: Evidence) -> tuple[Mapping[int, float], Mapping[int, float]]:
+    """Loss (mean of the micro-batches) and gradient norm by step; the probe's where the trainer's are missing."""
+    losses, norms = ({}, {}) if evidence.lines("step") else _curves_of_ranks(evidence)
     for line in evidence.lines("step"):  # of several tries of a step the last one counts
         values = [number(value) for value in line["losses"]]
         losses[line["window"]] = sum(values) / max(len(values), 1)
         norms[line["window"]] = number(line["grad_norm"])
-    return tuple(losses[step] for step in sorted(losses)), tuple(norms[step] for step in sorted(norms))
+    return losses, norms
+
+
+def _curves_of_ranks(evidence: Evidence) -> tuple[dict[int, float], dict[int, float]]:
+    """Loss and norm by step, the mean over ranks: each of them has a loss of its own."""
+    losses: defaultdict[int, dict[int, float]] = defaultdict(dict)
+    norms: defaultdict[int, dict[int, float]] = defaultdict(dict)
+    for line in evidence.events("step"):
+        step, rank = line["step"], ranks.rank_of(line)
+        values = [
+            number(entry["handed"] if entry["unscaled"] is None else entry["unscaled"]) for entry in line["losses"]
+        ]
+        if values:
+            losses[step][rank] = sum(values)
+        if line["norm"] is not None:
+            norms[step][rank] = number(line["norm"])
+    return _means(losses), _means(norms)
+
+
+def _means(by_step: Mapping[int, Mapping[int, float]]) -> dict[int, float]:
+    return {step: ranks.mean(values) for step, values in by_step.items()}
+
+
+def _steps_by_rank(evidence: Evidence) -> list[Line]:
+    """The probe's accounts of steps, those of a step in the order of ranks."""
+    return sorted(evidence.events("step"), key=lambda line: (line["step"], ranks.rank_of(line)))
 
 
 def _channels(evidence: Evidence) -> dict[str, tuple[float, float]]:
@@ -319,7 +348,7 @@ def _channels(evidence: Evidence) -> dict[str, tuple[float, float]]:
 
 def _first_gradients(evidence: Evidence) -> dict[str, float]:
     """L2 norms of step 1, if the optimizer took it; a GradScaler's scale is taken out again."""
-    for line in evidence.events("step"):
+    for line in _steps_by_rank(evidence):
         if line["step"] == 1 and line.get("gradient_norms") and line["taken"]:
             scale = number(line["scale"]) if line["scale"] is not None else 1.0
             return {unwrapped(name): number(value) / scale for name, value in line["gradient_norms"].items()}
@@ -334,7 +363,9 @@ def _records(evidence: Evidence) -> tuple[str, ...]:
 
 def _served(evidence: Evidence) -> list[Line]:
     """What each micro-batch held: the trainer's word, or what the probe saw of a command's data."""
-    return evidence.lines("micro_batch") or evidence.events("batch")
+    batches = evidence.events("batch")
+    batches.sort(key=lambda line: (line["step"], line["micro_batch"], ranks.rank_of(line)))
+    return evidence.lines("micro_batch") or batches
 
 
 def _ids(line: Line) -> list[str]:
@@ -345,9 +376,8 @@ def _ids(line: Line) -> list[str]:
 
 
 def _suspects(evidence: Evidence) -> tuple[str, ...]:
-    """Records of the micro-batch in which it surfaced, on the rank that saw it first; of the whole step, on all
-    ranks, where only that is known; none at load.
-    """
+    """Records of the micro-batch in which it surfaced, on its rank; of the whole step, of all ranks, where only that
+    is known; none at load."""
     event = _first_event(evidence)
     if event is None or event["phase"] == "load":
         return ()
@@ -355,8 +385,8 @@ def _suspects(evidence: Evidence) -> tuple[str, ...]:
     if event["phase"] in OF_A_MICRO_BATCH and evidence.diary:
         lines = lines[event["micro_batch"] : event["micro_batch"] + 1]
     elif event["phase"] in OF_A_MICRO_BATCH:
-        place = (event["micro_batch"], event["rank"])
-        lines = [line for line in lines if (line["micro_batch"], line["rank"]) == place]
+        place = (event["rank"], event["micro_batch"])
+        lines = [line for line in lines if (ranks.rank_of(line), line["micro_batch"]) == place]
     return tuple(dict.fromkeys(identifier for line in lines for identifier in _ids(line)))
 
 
@@ -379,26 +409,32 @@ def _memory(evidence: Evidence) -> int | None:
 
 
 def _repairs(evidence: Evidence) -> tuple[Note, ...]:
-    """Silent repairs, the first of each code with the number of times; what all ranks did in one step is one."""
-    found: dict[str, list[str]] = {}
-    lines = evidence.events("repair")
-    if len({line["rank"] for line in evidence.events("awake")}) > 1:
-        lines = list({(line["step"], line["code"], line["text"]): line for line in reversed(lines)}.values())[::-1]
-    for line in lines:
-        if line["code"] == "scaler_skip":  # told as a doubt, with its scales
-            continue
-        found.setdefault(line["code"], []).append(line["text"])
-    return tuple(
-        Note(code, texts[0] if len(texts) == 1 else f"{texts[0]} (and {len(texts) - 1} more times)")
-        for code, texts in found.items()
-    )
+    """Silent repairs, the first of each code with the number of times."""
+    found: dict[str, list[Line]] = {}
+    for line in evidence.events("repair"):
+        if line["code"] != "scaler_skip":  # told as a doubt, with its scales
+            found.setdefault(line["code"], []).append(line)
+    return tuple(Note(code, _repair_words(evidence, code, lines)) for code, lines in found.items())
+
+
+def _repair_words(evidence: Evidence, code: str, lines: Sequence[Line]) -> str:
+    """The first one, how often more (a long run writes only the first lines, and counts), and on which ranks."""
+    times: Counter[int] = Counter(ranks.rank_of(line) for line in lines)
+    for line in evidence.events("exit"):
+        rank = ranks.rank_of(line)
+        times[rank] = max(times[rank], line["repairs"].get(code, 0))
+    more, of = max(times.values()) - 1, ranks.world(evidence.probe)
+    often = f" (and {more} more {'time' if more == 1 else 'times'})" if more else ""
+    told = sorted(rank for rank, count in times.items() if count)
+    return f"{lines[0]['text']}{often}{f', on {ranks.named(told)} of {of}' if len(told) < of else ''}"
 
 
 def _doubts(evidence: Evidence, status: Status) -> tuple[Note, ...]:
     notes = []
     if evidence.port_taken and status is Status.FAILED:
         notes.append(Note(PORT_TAKEN, "its log says that a port was in use; such an attempt is made once more"))
-    skips = [line for line in evidence.events("step") if line["ended"] == "scaler_skip"]
+    skipped = [line for line in _steps_by_rank(evidence) if line["ended"] == "scaler_skip"]
+    skips = list({line["step"]: line for line in reversed(skipped)}.values())[::-1]  # each step once
     if skips:
         scales = [number(line["scale"]) for line in skips]
         times = "once" if len(skips) == 1 else f"{len(skips)} times"
@@ -408,7 +444,15 @@ def _doubts(evidence: Evidence, status: Status) -> tuple[Note, ...]:
     errors = evidence.events("probe_error")
     if errors:
         notes.append(Note("probe_error", f"the probe failed in {errors[0]['where']}: {errors[0]['error']}"))
+    apart = ranks.apart(evidence.events("self_check"), _ids_by_place(evidence))
+    if apart is not None:
+        notes.append(Note("trained_apart", apart))
     return tuple(notes)
+
+
+def _ids_by_place(evidence: Evidence) -> Iterator[tuple[Line, list[str]]]:
+    """Batches of the probe with their ids, as far as they have any."""
+    return ((line, ids) for line in evidence.events("batch") if (ids := _ids(line)))
 
 
 # resolved --------------------------------------------------------------------------------------
@@ -418,7 +462,7 @@ def resolve(evidence: Evidence) -> dict[str, Any]:
     """What the settings became: the trainer's account, and what the probe saw of it in the first step."""
     loaded = evidence.lines("loaded")
     found: dict[str, Any] = dict(loaded[0]["resolved"]) if loaded else {}
-    roots, steps = evidence.events("root"), evidence.events("step")
+    roots, steps = evidence.events("root"), _steps_by_rank(evidence)
     if roots:
         found["dropout"] = any(root["dropout"] for root in roots)
         found.setdefault("parameter_dtypes", dict(max(roots, key=lambda root: root["parameters"])["dtypes"]))

@@ -43,11 +43,24 @@ class Status(str, Enum):
 
 
 @dataclass(frozen=True)
+class Ranks:
+    """Which of the `of` processes of a training had it `by_itself` in the step of the site, and which by reduction.
+
+    A rank in neither ended, or was not seen, before it told.
+    """
+
+    of: int
+    by_itself: tuple[int, ...] = ()
+    by_reduction: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Site:
     """Where the first non-finite value surfaced. `step` counts from 1, `micro_batch` from 0.
 
     `phase` is one of load, data, forward, loss, backward, recompute, reduce, clip, optimizer; `kind`
     is nan, +inf or -inf; `parameters` are the first gradients (or tensors) to show it, in order.
+    `loss` is the loss of that step, the mean over ranks; `ranks` is None where one process trained.
     """
 
     step: int
@@ -57,13 +70,20 @@ class Site:
     kind: str
     parameters: tuple[str, ...] = ()
     channels: tuple[str, ...] = ()
+    loss: float | None = None
+    ranks: Ranks | None = None
 
     def same_place(self, other: Site | None) -> bool:
-        """Whether two attempts failed at the same step, phase and first tensor."""
-        if other is None:
+        """Whether two attempts failed at the same step, phase, first tensor, and on a rank that both name."""
+        if other is None or not self._origins & other._origins:
             return False
-        mine = (self.step, self.micro_batch, self.rank, self.phase, self.kind, self.parameters[:1])
-        return mine == (other.step, other.micro_batch, other.rank, other.phase, other.kind, other.parameters[:1])
+        mine = (self.step, self.micro_batch, self.phase, self.kind, self.parameters[:1])
+        return mine == (other.step, other.micro_batch, other.phase, other.kind, other.parameters[:1])
+
+    @property
+    def _origins(self) -> set[int]:
+        """The ranks on which it began: of several, one may be ended before it tells."""
+        return {self.rank, *(self.ranks.by_itself if self.ranks else ())}
 
 
 @dataclass(frozen=True)
@@ -194,7 +214,11 @@ def _site(data: Mapping[str, Any] | None) -> Site | None:
     if not data:
         return None
     tuples = {name: tuple(data.get(name, ())) for name in ("parameters", "channels")}
-    return Site(**{**data, **tuples})
+    ranks = data.get("ranks")
+    if ranks:
+        ranks = Ranks(ranks["of"], tuple(ranks["by_itself"]), tuple(ranks["by_reduction"]))
+    loss = data.get("loss")
+    return Site(**{**data, **tuples, "loss": None if loss is None else number(loss), "ranks": ranks})
 
 
 NAMED = {"nan": math.nan, "+inf": math.inf, "-inf": -math.inf}

@@ -32,6 +32,7 @@ from nanbisect.evidence import Ending, Evidence, Line, log_tail, says_port_taken
 from nanbisect.executors.base import Exit, read_exit
 from nanbisect.matrix import Cell
 from nanbisect.outcome import Note, Outcome, jsonable
+from nanbisect.ranks import of_process
 
 SCHEMA = 1
 RUN, RESULT, CSV, REPORT, LOCK = "run.json", "result.json", "results.csv", "report.md", ".lock"
@@ -210,7 +211,9 @@ def read_evidence(folder: Path, ended: Exit | None = None) -> Evidence:
     log = _tail(folder / LOG)
     return Evidence(
         ending=ending,
-        probe=tuple(sorted((line for lines in files for line in lines), key=lambda line: line.get("time", 0.0))),
+        probe=tuple(
+            sorted((line for lines in files for line in of_process(lines)), key=lambda line: line.get("time", 0.0))
+        ),
         diary=tuple(read_lines(folder / DIARY)),
         armed=(folder / ARMED).is_file(),
         lost=not all(whole(lines) for lines in files),

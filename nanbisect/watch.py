@@ -2,26 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from nanbisect.errors import UsageError
-from nanbisect.evidence import Effect, Ending, judge
-from nanbisect.outcome import Outcome, Status
+from nanbisect.evidence import Effect, Ending, Evidence, judge
+from nanbisect.matrix import Cell
+from nanbisect.outcome import CellResult, Outcome, Status
+from nanbisect.report.places import of_what, places
+from nanbisect.report.words import counted
 from nanbisect.store import read_evidence
 from nanbisect.trainers.base import probe_environment
 from nanbisect.trainers.starters import starter_for
 
+PASSED_ON = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+"""What a scheduler or a container sends to its first process is meant for the training."""
+SHOWN = 16  # records
+LATE = 50  # steps; a matrix would take long to get there in every cell
+
 
 @dataclass(frozen=True)
 class Watched:
-    """How the command ended, and what the probe saw of it."""
+    """How the command ended, and what the probe saw of it.
+
+    `steps` and `backwards` are those of the rank with the most; `harmless`: the loss was non-finite and every gradient
+    of that step finite; `spoiled` is the first step after which weights or optimizer state were non-finite;
+    `stopped`: the probe ended the command, as it was asked to; `armed`: some process of it had torch and the probe.
+    """
 
     code: int
     outcome: Outcome
+    steps: int = 0
+    backwards: int = 0
+    harmless: bool = False
+    spoiled: int | None = None
+    stopped: bool = False
+    armed: bool = True
 
 
 def watch(command: Sequence[str], *, steps: int | None, stop: bool, environ: Mapping[str, str]) -> Watched:
@@ -32,8 +56,9 @@ def watch(command: Sequence[str], *, steps: int | None, stop: bool, environ: Map
     with tempfile.TemporaryDirectory(prefix="nanbisect-watch-") as name:
         folder = Path(name)
         limits = {"NANBISECT_STOP": "event" if stop else "", **({"NANBISECT_STEPS": str(steps)} if steps else {})}
+        began = time.monotonic()
         code = _run(command, {**environ, **probe_environment(folder, environ), **limits})
-        return Watched(code, _judged(folder, code))
+        return watched(folder, code, time.monotonic() - began)
 
 
 def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
@@ -46,51 +71,136 @@ def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
         ) from error
     except OSError as error:
         raise UsageError(f"the command {command[0]!r} can't be started: {error.strerror}") from error
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            continue
+    with _passing_on(process):
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:
+                continue
 
 
-def _judged(folder: Path, code: int) -> Outcome:
+@contextlib.contextmanager
+def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Signals for the training reach it, and the diagnosis is still given; what was ignored stays so."""
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        numbers = [getattr(signal, name) for name in PASSED_ON if hasattr(signal, name)]
+        for number in (number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN):
+            before[number] = signal.signal(number, lambda number, _: process.send_signal(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def watched(folder: Path, code: int, seconds: float = 0.0) -> Watched:
     """What was seen, whatever the command's own exit code: that is the command's affair. A signal counts."""
-    ending = Ending("exited", 0 if code >= 0 else None, -code if code < 0 else None, 0.0, False)
-    return judge(replace(read_evidence(folder), ending=ending), attempt=1, seed=0, effect_of=lambda resolved: Effect())
+    ending = Ending("exited", 0 if code >= 0 else None, -code if code < 0 else None, seconds, False)
+    evidence = replace(read_evidence(folder), ending=ending)
+    outcome = judge(evidence, attempt=1, seed=0, effect_of=lambda resolved: Effect())
+    last = evidence.events("exit")
+    return Watched(
+        code,
+        outcome,
+        steps=max([*(line["steps"] for line in last), *(line["step"] for line in evidence.events("step"))], default=0),
+        backwards=max((line["backwards"] for line in last), default=0),
+        harmless=_only_the_loss(evidence, outcome),
+        spoiled=min(
+            (line["step"] for line in evidence.events("nonfinite") if line["phase"] == "optimizer"), default=None
+        ),
+        stopped=bool(evidence.events("stopped")),
+        armed=evidence.armed,
+    )
+
+
+def _only_the_loss(evidence: Evidence, outcome: Outcome) -> bool:
+    """Whether gradients were seen in the step of a non-finite loss, all of them, and none of them was bad."""
+    site = outcome.site
+    if site is None or site.phase != "loss" or evidence.events("partial"):
+        return False
+    seen = [line for line in evidence.events("step") if line["step"] == site.step]
+    return bool(seen) and all(line["gradients"] and not line["bad"] for line in seen)
+
+
+# what to tell ----------------------------------------------------------------------------------
 
 
 def diagnosis(watched: Watched, command: Sequence[str]) -> tuple[str, ...]:
     """What to tell at the end: what was seen, where it arose, what a check after clipping says, what to run next."""
     outcome = watched.outcome
-    lines = [f"nanbisect: {_head(outcome)}"]
-    if outcome.suspects:
-        lines.append(f"records of that batch: {', '.join(outcome.suspects[:16])}")
-    if outcome.smear is not None and outcome.smear.misleads:
-        smear = outcome.smear
-        lines.append(
-            f"a check after clipping would have blamed {smear.blamed} ({smear.bad} of {smear.numel} elements); "
-            f"the first gradient to arrive non-finite was {smear.first}"
-        )
+    lines = [f"nanbisect: {_head(watched)}"]
+    if outcome.status is Status.NONFINITE:
+        lines += _about_the_event(watched)
+    elif watched.code > 0 and outcome.status is Status.FINITE and not watched.stopped:
+        lines.append(f"it ended with code {watched.code}, and not after a non-finite value that the probe saw")
     lines += [f"{note.code}: {note.text}" for note in (*outcome.repairs, *outcome.doubts)]
-    lines += _next(outcome, command)
+    lines += _next(watched, command)
     return tuple(lines)
 
 
-def _head(outcome: Outcome) -> str:
+def _head(watched: Watched) -> str:
+    outcome = watched.outcome
     if outcome.status is Status.NONFINITE:
-        return f"non-finite: {outcome.reason}"
+        (place,) = places((CellResult(Cell(1, {}), (outcome,)),))
+        return f"non-finite: {place.kind} {place.text}"
     if outcome.status is Status.FINITE:
-        return f"finite so far, in {len(outcome.loss)} steps that it looked at"
+        return f"finite so far, in {counted(watched.steps, 'step')} ({counted(watched.backwards, 'backward pass')})"
     return outcome.reason
 
 
-def _next(outcome: Outcome, command: Sequence[str]) -> list[str]:
-    if outcome.status is Status.NONFINITE:
-        name = starter_for(command)
-        return [f"next: `nanbisect init {name}` writes a matrix to find the setting that brings it"]
+def _about_the_event(watched: Watched) -> Iterator[str]:
+    outcome = watched.outcome
+    site, smear = outcome.site, outcome.smear
+    if site is not None and site.phase == "optimizer":
+        yield "no loss and no gradient had been non-finite before: the optimizer's own arithmetic made it"
+    if watched.harmless:
+        yield "every gradient of that step was finite all the same"
+    if outcome.suspects:
+        yield _records(outcome)
+    if smear is not None:
+        would = "would have blamed" if smear.misleads else "blames the same"
+        first = f"; the first gradient to arrive non-finite was {smear.first}" if smear.misleads else ""
+        yield f"a check after clipping {would} {smear.blamed} ({smear.bad} of {smear.numel} elements){first}"
+    if watched.spoiled is not None:
+        yield f"after step {watched.spoiled} the weights or the optimizer's state are non-finite: go back to before it"
+
+
+def _records(outcome: Outcome) -> str:
+    """`records of that batch on rank 1: r5, r7`."""
+    records = outcome.suspects
+    what = of_what(outcome.site, "batch") if outcome.site else "step"
+    rest = f" and {len(records) - SHOWN} more" if len(records) > SHOWN else ""
+    rows = " (rows of the dataset that the data loader reads, from 0)" if records[0].startswith("row ") else ""
+    return f"records of that {what}: {', '.join(records[:SHOWN])}{rest}{rows}"
+
+
+def _nothing_seen(watched: Watched, program: str) -> str:
+    if watched.armed and watched.code:
+        return f"next: {program} ended with code {watched.code} before it trained; what it printed says why"
+    if watched.armed:
+        return (
+            f"next: {program} did import torch and called no backward: look whether it trains at all, or in a process "
+            "elsewhere (a container, ssh, another machine)"
+        )
+    return (
+        f"next: {program} may drop PYTHONPATH (a container, ssh, sudo, `python -I`), run another Python without torch, "
+        "or not train at all"
+    )
+
+
+def _next(watched: Watched, command: Sequence[str]) -> Iterator[str]:
+    outcome = watched.outcome
     if outcome.status is Status.NO_TRAINING:
-        return [
-            f"next: {Path(command[0]).name} may drop PYTHONPATH (a container, ssh, sudo, `python -I`), run another "
-            "Python without torch, or not train at all"
-        ]
-    return []
+        yield _nothing_seen(watched, Path(command[0]).name)
+    if outcome.status is not Status.NONFINITE:
+        return
+    step = outcome.site.step if outcome.site else 1
+    if step > LATE:
+        yield (
+            f"next: it came late. Put the records of step {step} first in the data and watch a few steps; if they are "
+            "finite, watch from the last checkpoint before it"
+        )
+    when, steps = ("then", "") if step > LATE else ("next", f" (with `steps: {step}`)")
+    name = starter_for(command)
+    yield f"{when}: `nanbisect init {name}` writes a matrix{steps} to find the setting that brings it"

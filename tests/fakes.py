@@ -44,7 +44,7 @@ def nonfinite_event(**changed: Any) -> dict[str, Any]:
 
 
 AWAKE = {"kind": "awake", "time": 1.0, "schema": 1, "rank": 0, "pid": 1, "argv": [], "torch": "2", "python": "3"}
-CHECKED = {"kind": "self_check", "time": 2.0, "seen": True, "device": "cpu"}
+CHECKED = {"kind": "self_check", "time": 2.0, "seen": True, "device": "cpu", "rank": 0, "world": 1}
 
 
 def diary(*steps: Mapping[str, Any], how: str | None = "done", seed: int = 0, **end: Any) -> str:

@@ -178,6 +178,7 @@ def test_trackers_are_off_unless_the_matrix_names_them(tmp_path: Path, monkeypat
     """40 cells are not 40 runs in someone's project."""
     monkeypatch.setenv("WANDB_MODE", "online")
     assert launched(read(WHOLE, tmp_path), tmp_path).env["WANDB_MODE"] == "disabled"
+    assert launched(read(WHOLE, tmp_path), tmp_path).env["AXOLOTL_DO_NOT_TRACK"] == "1"
     own = "env: {WANDB_MODE: offline, PYTHONPATH: src}\nworkdir: sub\n"
     (tmp_path / "sub").mkdir()
     launch = launched(read(WHOLE + own, tmp_path), tmp_path)

@@ -235,15 +235,18 @@ def test_what_happened_on_several_ranks_is_told_of_the_rank_that_saw_it() -> Non
     other = {**batch, "rank": 1, "records": ["r1"]}
     dropped: list[Mapping[str, Any]] = [
         {"kind": "repair", "time": 11.0, "step": step, "code": "dropped_step", "text": f"step {step}", "tensors": []}
-        for step in (1, 1, 2, 2)
+        for step in (1, 2)
     ]
-    awake = [fakes.AWAKE, {**fakes.AWAKE, "rank": 1}]
-    events = fakes.lines(*awake, fakes.CHECKED, batch, other, fakes.nonfinite_event(rank=1), *dropped)
-    outcome = judged({"armed.jsonl": "{}", "events.0.1.jsonl": events})
-    assert outcome.suspects == ("r1",)
-    assert [note.text for note in outcome.repairs] == ["step 1 (and 1 more times)"]
-    reduced = fakes.lines(*awake, fakes.CHECKED, batch, other, fakes.nonfinite_event(rank=1, phase="reduce"))
-    assert judged({"armed.jsonl": "{}", "events.0.1.jsonl": reduced}).suspects == ("r0", "r1")
+    first = fakes.lines(fakes.AWAKE, {**fakes.CHECKED, "world": 2}, batch, *dropped)
+    start = ({**fakes.AWAKE, "rank": 1}, {**fakes.CHECKED, "rank": 1, "world": 2})
+
+    def both(**event: Any) -> Outcome:
+        second = (*start, other, fakes.nonfinite_event(rank=1, **event), *dropped)
+        return judged({"armed.jsonl": "{}", "events.0.1.jsonl": first, "events.1.2.jsonl": fakes.lines(*second)})
+
+    assert both().suspects == ("r1",)
+    assert [note.text for note in both().repairs] == ["step 1 (and 1 more time)"]
+    assert both(phase="reduce").suspects == ("r0", "r1")
 
 
 def test_dtypes_and_casts_are_resolved_from_what_the_probe_saw() -> None:
@@ -287,7 +290,7 @@ def test_repairs_are_counted_by_code() -> None:
     events = fakes.lines(fakes.AWAKE, fakes.CHECKED, repair, repair, fakes.step_event())
     outcome = judged({**fakes.finite_files(), "events.0.1.jsonl": events})
     assert [(note.code, note.text) for note in outcome.repairs] == [
-        ("gradients_repaired", "2 gradients (and 1 more times)")
+        ("gradients_repaired", "2 gradients (and 1 more time)")
     ]
 
 

@@ -244,9 +244,14 @@ def test_nothing_failed_is_not_reproduced_and_says_what_to_try() -> None:
 
 def test_a_command_is_not_told_of_keys_that_it_cannot_obey() -> None:
     """Its data are its own affair, and so is the number of its processes."""
-    told = report_of(everything(GOOD), matrix=replace(DEMO, trainer="command", command=("python", "train.py")))
+    matrix = replace(DEMO, trainer="command", command=("python", "train.py"))
+    told = report_of(everything(GOOD), matrix, vocabulary=VOCABULARIES["command"])
     text = " ".join(map(str, told.next_steps))
-    assert "another data file" in text and "skip_records" not in text and "one process a cell" not in text
+    assert (
+        "Give the command more or other records" in text
+        and "skip_records" not in text
+        and "one process a cell" not in text
+    )
 
 
 SCRIPT = Matrix(

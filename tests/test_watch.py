@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from nanbisect.watch import diagnosis, watched
+from tests import fakes
 from tests.commands import nanbisect
+from tests.test_ranks import bad, batch, came_to_rank_0, leave, step
 
 pytestmark = pytest.mark.training
 PYTHON = sys.executable
@@ -46,7 +55,9 @@ def test_it_names_the_first_gradient_and_what_the_script_blamed(script: Path) ->
     assert done.code == 7
     assert "step 3 first bad after clipping: 0.weight" in done.out
     assert "step 4" in done.out
-    assert "non-finite: nan in backward of step 3, micro-batch 0, first in 1." in done.err
+    assert (
+        "non-finite: NaN in backward of step 3, first in the gradient of 1.bias, while the loss is finite" in done.err
+    )
     assert "would have blamed 0.weight" in done.err
     assert "records of that batch: row 4, row 5" in done.err
     assert "next: `nanbisect init command` writes a matrix" in done.err
@@ -76,4 +87,98 @@ def test_it_says_when_the_probe_saw_nothing(script: Path) -> None:
     nothing = nanbisect("watch", "--", PYTHON, "-c", "import torch", cwd=script)
     assert nothing.code == 0
     assert "saw no backward" in nothing.err
+    assert "did import torch and called no backward" in nothing.err
+    failed = nanbisect("watch", "--", PYTHON, "-c", "import torch; exit(3)", cwd=script)
+    assert "ended with code 3 before it trained" in failed.err
+    assert "PYTHONPATH" not in failed.err
     nanbisect("watch", "--", "no-such-command", cwd=script).refused("no-such-command", "try:")
+
+
+def test_a_json_that_cannot_be_written_is_said_before_the_command_runs(script: Path) -> None:
+    """Not after days; and what fails at the end takes neither the diagnosis nor the exit code."""
+    done = nanbisect("watch", "--json", "none/seen.json", "--", PYTHON, "-c", "print('ran')", cwd=script)
+    done.refused("--json none/seen.json: there is no folder", "try:")
+    assert "ran" not in done.out
+    (script / "gone").mkdir()
+    code = "import os, sys; os.rmdir('gone'); sys.exit(3)"
+    done = nanbisect("watch", "--json", "gone/seen.json", "--", PYTHON, "-c", code, cwd=script)
+    assert done.code == 3
+    assert "gone/seen.json can't be written" in done.err
+
+
+WAITING = """
+import signal, sys, time
+def told(number, _):
+    print("told", signal.Signals(number).name, flush=True)
+    if number == signal.SIGTERM:
+        sys.exit(5)
+for name in ("SIGTERM", "SIGUSR1"):
+    signal.signal(getattr(signal, name), told)
+print("ready", flush=True)
+while True:
+    time.sleep(0.05)
+"""
+
+
+def test_signals_for_the_training_reach_it(tmp_path: Path) -> None:
+    """A container or a scheduler tells its first process only: the training saves, ends, and is diagnosed."""
+    (tmp_path / "train.py").write_text(WAITING)
+    command = [PYTHON, "-m", "nanbisect", "watch", "--", PYTHON, "train.py"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        os.kill(process.pid, number)
+        time.sleep(0.3)
+    out, err = process.communicate(timeout=30)
+    assert (out.split(), process.returncode) == (["told", "SIGUSR1", "told", "SIGTERM"], 5)
+    assert "nanbisect: the probe" in err
+
+
+# what is told ----------------------------------------------------------------------------------
+
+
+def told(folder: Path, *ranks: list[Mapping[str, Any]], code: int = 0, command: str = "torchrun train.py") -> list[str]:
+    """The diagnosis of what these ranks left."""
+    leave(folder, *ranks)
+    return list(diagnosis(watched(folder, code), command.split()))
+
+
+def test_the_diagnosis_of_several_ranks(tmp_path: Path) -> None:
+    """The rank, its records, what a check says, whether the weights are lost, what to do."""
+    zero, one = came_to_rank_0()
+    one.append(bad(1, "optimizer"))
+    assert told(tmp_path, zero, one) == [
+        "nanbisect: non-finite: NaN in backward of step 2, first in the gradient of b, on rank 1 of 2 (rank 0 got it "
+        "by the reduction of gradients), while the loss is finite (4, the mean over ranks)",
+        "records of that batch on rank 1: r5",
+        "a check after clipping would have blamed a (9 of 9 elements); the first gradient to arrive non-finite was b",
+        "after step 2 the weights or the optimizer's state are non-finite: go back to before it",
+        "next: `nanbisect init command` writes a matrix (with `steps: 2`) to find the setting that brings it",
+    ]
+
+
+def test_the_diagnosis_of_an_optimizer_of_a_loss_and_of_a_late_event(tmp_path: Path) -> None:
+    """Each says what was still finite; of a late one, how to come back to it soon."""
+    lines = told(
+        tmp_path / "a", [batch(1, "r0"), bad(0, "optimizer", at=1, micro_batch=7), step(1, 2.0)], command="x/trl sft"
+    )
+    assert lines[0] == (
+        "nanbisect: non-finite: NaN in the optimizer of step 1, first in b, while the loss is finite (2)"
+    )
+    assert lines[1].startswith("no loss and no gradient had been non-finite before")
+    assert lines[2:4] == ["records of that step: r0", lines[3]]
+    assert "`nanbisect init trl` writes a matrix (with `steps: 1`)" in lines[-1]
+    lines = told(tmp_path / "b", [bad(0, "loss", at=1, tensors=[]), step(1, "+inf")])
+    assert lines[0] == "nanbisect: non-finite: NaN in the loss of step 1"
+    assert lines[1] == "every gradient of that step was finite all the same"
+    lines = told(tmp_path / "c", [bad(0, "backward", at=900), step(900, 1.0, bad=fakes.nonfinite_event()["tensors"])])
+    assert "Put the records of step 900 first in the data" in lines[-2]
+    assert "steps:" not in lines[-1]
+
+
+def test_the_diagnosis_of_a_finite_run(tmp_path: Path) -> None:
+    """How much was looked at, and whose error it was that ended it."""
+    assert told(tmp_path / "a", [step(1, 1.0)]) == ["nanbisect: finite so far, in 2 steps (2 backward passes)"]
+    lines = told(tmp_path / "b", [step(1, 1.0)], code=1)
+    assert lines[1] == "it ended with code 1, and not after a non-finite value that the probe saw"

@@ -73,10 +73,15 @@ def group() -> Any:
     return distributed if there else None
 
 
+def world() -> int:
+    """How many processes train together: 1 without a process group."""
+    distributed = group()
+    return 1 if distributed is None else int(distributed.get_world_size())
+
+
 def shared() -> bool:
     """Whether other processes train with this one: a value may come from them by reduction."""
-    distributed = group()
-    return distributed is not None and int(distributed.get_world_size()) > 1
+    return world() > 1
 
 
 def rank() -> int:

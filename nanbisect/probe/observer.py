@@ -13,6 +13,7 @@ from . import inputs, numbers
 from .batches import Batches, Forward
 from .graph import Walk
 from .handles import Handles
+from .journal import rank, world
 from .ledger import Ledger
 from .limits import Limits
 from .names import Names, dropout_active, sharded_paths, smallest_holder, unsaved
@@ -302,4 +303,4 @@ class Observer:
         finally:
             self.steps.window = kept
         seen = any(numbers.kind(low, high) == "nan" for low, high in values)
-        self.journal.write("self_check", seen=seen, device=str(device))
+        self.journal.write("self_check", seen=seen, device=str(device), rank=rank(), world=world())

@@ -22,6 +22,8 @@ EVENTS: Dict[str, Dict[str, str]] = {
     "self_check": {
         "seen": "whether a planted NaN was seen through the same hooks as the real gradients",
         "device": "where it was planted",
+        "rank": "rank of the process at its first backward: process groups are formed by then",
+        "world": "number of processes in its group; 1 without one",
     },
     "root": {
         "module": "class of a module that training calls",

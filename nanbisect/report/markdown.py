@@ -185,7 +185,7 @@ def _place_words(place: Place) -> str:
     then = (
         f" Next to arrive: {', '.join(code(name) for name in place.parameters[1:4])}." if place.parameters[1:] else ""
     )
-    records = f" Records of that micro-batch in cell {place.cells[0]}: {', '.join(map(code, place.records[:16]))}."
+    records = f" Records of that {place.of_what} in cell {place.cells[0]}: {', '.join(map(code, place.records[:16]))}."
     origin = f" {place.origin}" if place.origin else ""
     cells = f"In {counted(len(place.cells), 'cell')} ({shown}{more})"
     return f"{place.kind or 'Non-finite'} {place.text}. {cells}.{then}{records if place.records else ''}{origin}"

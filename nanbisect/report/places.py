@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nanbisect.evidence import OF_A_MICRO_BATCH
 from nanbisect.neutrality import listed
 from nanbisect.outcome import CellResult, Site, Smear
+from nanbisect.ranks import on_ranks
 from nanbisect.report.words import code, counted, figures, kind_of, one_line
 
 OF_STEP = {
@@ -31,7 +33,8 @@ SHOWN = 5
 class Place:
     """Failing cells that surfaced at the same place. `parameters` in order of arrival, of the first cell.
 
-    `records` are those of the micro-batch that failed in the first cell, `origin` what a trace found there.
+    `records` are those of the micro-batch that failed in the first cell (`of_what`: of that, or of the whole step),
+    `origin` what a trace found there.
     """
 
     text: str
@@ -39,6 +42,7 @@ class Place:
     cells: tuple[int, ...]
     parameters: tuple[str, ...]
     records: tuple[str, ...]
+    of_what: str
     origin: str | None
 
 
@@ -63,7 +67,7 @@ def surfaces(failing: Sequence[CellResult]) -> str:
 def place_of(result: CellResult) -> str:
     """`NaN in backward of step 1, first in the gradient of ...` of one failing cell."""
     site = _site(result)
-    return f"{kind_of(result)} {_position(site, [result])}" if site else "at a place that was not recorded"
+    return f"{kind_of(result)} {_position(site, [result], brief=True)}" if site else "at a place that was not recorded"
 
 
 def loaded_bad(failing: Sequence[CellResult]) -> str:
@@ -117,8 +121,16 @@ def _place(group: Sequence[CellResult]) -> Place:
         cells=tuple(result.cell.number for result in group),
         parameters=site.parameters if site else (),
         records=first.outcome.suspects if first.outcome else (),
+        of_what=of_what(site) if site else "step",
         origin=next(origins, None),
     )
+
+
+def of_what(site: Site, batch: str = "micro-batch") -> str:
+    """`micro-batch`, `micro-batch on rank 1`, or `step`: what the suspect records are of."""
+    if site.phase not in OF_A_MICRO_BATCH:
+        return "step"
+    return f"{batch} on rank {site.rank}" if site.ranks else batch
 
 
 def _where(group: Sequence[CellResult]) -> str:
@@ -127,11 +139,21 @@ def _where(group: Sequence[CellResult]) -> str:
     return f"{_position(site, group)}{_loss(site, group)}" if site else "at a place that was not recorded"
 
 
-def _position(site: Site, group: Sequence[CellResult]) -> str:
+def _position(site: Site, group: Sequence[CellResult], *, brief: bool = False) -> str:
+    who = _ranks(group, brief)
     if site.phase == "load":
-        return f"right after load, before the first step{_first(site)}"
-    micro = f" (micro-batch {site.micro_batch}, counted from 0)" if site.micro_batch and len(group) == 1 else ""
-    return f"in {OF_STEP.get(site.phase, one_line(site.phase))} of step {site.step}{micro}{_first(site)}"
+        return f"right after load, before the first step{_first(site)}{who}"
+    exact = site.micro_batch and site.phase in OF_A_MICRO_BATCH and len(group) == 1
+    micro = f" (micro-batch {site.micro_batch}, counted from 0)" if exact else ""
+    return f"in {OF_STEP.get(site.phase, one_line(site.phase))} of step {site.step}{micro}{_first(site)}{who}"
+
+
+def _ranks(group: Sequence[CellResult], brief: bool) -> str:
+    """`, on rank 1 of 2 (rank 0 got it by ...)`, where the cells agree on that."""
+    words = {on_ranks(site, brief=brief) if (site := _site(result)) else "" for result in group}
+    if len(words) > 1:
+        return ", on ranks that differ between these cells"
+    return "".join(f", {word}" for word in words if word)
 
 
 def _first(site: Site) -> str:
@@ -149,20 +171,26 @@ def _loss(site: Site, group: Sequence[CellResult]) -> str:
     """The loss of the failing step in these cells: the NaN that users meet comes with a finite one."""
     if site.phase not in AFTER_LOSS:
         return ""
-    losses = [loss for result in group if (loss := _loss_of(result, site.step)) is not None]
+    losses = [loss for result in group if (loss := _loss_of(result)) is not None]
     finite = [loss for loss in losses if math.isfinite(loss)]
     if not losses or len(losses) < len(group):
         return ""
     if len(finite) == len(losses):
-        return f", while the loss is finite ({figures(finite)})"
+        mean = ", the mean over ranks" if site.ranks else ""
+        return f", while the loss is finite ({figures(finite)}{mean})"
     if not finite:
         return ", and the loss is non-finite too"
     return f", while the loss is finite in {len(finite)} of these cells"
 
 
-def _loss_of(result: CellResult, step: int) -> float | None:
-    losses = result.outcome.loss if result.outcome else ()
-    return losses[step - 1] if 0 < step <= len(losses) else None
+def _loss_of(result: CellResult) -> float | None:
+    """The loss of the step of the site; of outcomes that do not say it, from the curve."""
+    site, losses = _site(result), result.outcome.loss if result.outcome else ()
+    if site is None:
+        return None
+    if site.loss is not None:
+        return site.loss
+    return losses[site.step - 1] if 0 < site.step <= len(losses) else None
 
 
 def _site(result: CellResult) -> Site | None:

@@ -68,7 +68,10 @@ def _attempt(outcome: Outcome) -> dict[str, Any]:
 
 
 def _site(site: Site | None) -> dict[str, Any] | None:
-    return asdict(site) if site else None
+    """A site; its loss where that is known, `ranks` where several processes trained."""
+    if site is None:
+        return None
+    return {name: value for name, value in asdict(site).items() if value is not None}
 
 
 def _cause(cause: Cause) -> dict[str, Any]:

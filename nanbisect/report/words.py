@@ -37,8 +37,8 @@ def code(text: str) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """`1 cell`, `3 cells`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    """`1 cell`, `3 cells`, `2 passes`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
 def was(count: int) -> str:

@@ -41,6 +41,7 @@ NO_TRACKERS = {
     "COMET_MODE": "disabled",
     "SWANLAB_MODE": "disabled",
     "DISABLE_MLFLOW_INTEGRATION": "TRUE",
+    "AXOLOTL_DO_NOT_TRACK": "1",
 }
 HALVES = ("bf16", "fp16")
 KERNELS = {"eager": ("SoftmaxBackward0",), "sdpa": effect.ANY_SDPA, "flash": effect.FLASH}
