@@ -27,7 +27,7 @@ from nanbisect.combinations import (
 )
 from nanbisect.matrix import Factor
 from nanbisect.neutrality import Caution, Divergence, cell_cautions, cells_of, compare, listed
-from nanbisect.outcome import CellResult, Status
+from nanbisect.outcome import CellResult, Outcome, Status
 
 __all__ = ["Attribution", "Cause", "Caution", "Divergence", "Finding", "Standing", "attribute"]
 
@@ -79,7 +79,7 @@ class Attribution:
     """Everything the judged cells show.
 
     `compared` pairs of finite cells had to agree at step 1; `largest` is the largest relative difference
-    seen among them, of "loss", "grad_norm" and "parameter".
+    seen among them, of "loss", "grad_norm" and "parameter". `strangers` are finite cells that refute nothing.
     """
 
     finding: Finding
@@ -89,6 +89,7 @@ class Attribution:
     compared: int
     cautions: tuple[Caution, ...]
     largest: Mapping[str, float] = field(default_factory=dict)
+    strangers: tuple[int, ...] = ()
 
 
 def attribute(
@@ -114,6 +115,7 @@ def attribute(
         divergences=comparison.moved,
         compared=comparison.pairs,
         largest=comparison.largest,
+        strangers=tuple(result.cell.number for result in strangers),
         cautions=(
             *cell_cautions(factors, ordered, neutral_settings),
             *_different_records(strangers),
@@ -130,11 +132,11 @@ def _refuting(results: Sequence[CellResult]) -> tuple[list[CellResult], list[Cel
     not judged.
     """
     spoken = [(result, result.outcome) for result in results]
-    suspects = [{*o.suspects} for _, o in spoken if o and o.status is Status.NONFINITE and o.suspects]
+    failing = [o for _, o in spoken if o and o.status is Status.NONFINITE and not (o.site and o.site.phase == "load")]
     kept, strangers = [], []
     for result, outcome in spoken:
-        met = {*outcome.records} if outcome and outcome.status is Status.FINITE else set()
-        if outcome and met and any(not records <= met for records in suspects):
+        finite = outcome is not None and outcome.status is Status.FINITE
+        if outcome and finite and any(not _met(outcome, other) for other in failing):
             strangers.append(result)
             kept.append(CellResult(result.cell, (replace(outcome, status=Status.NO_TRAINING),)))
         else:
@@ -142,10 +144,20 @@ def _refuting(results: Sequence[CellResult]) -> tuple[list[CellResult], list[Cel
     return kept, strangers
 
 
+def _met(finite: Outcome, failing: Outcome) -> bool:
+    """Whether a finite cell trained on the records in which another failed. Where those are not known, one that went
+    as far as it was asked to is taken to have met them."""
+    if failing.suspects:
+        return {*failing.suspects} <= {*finite.records}
+    return not any(doubt.code == "fewer_steps" for doubt in finite.doubts)
+
+
 def _different_records(strangers: Sequence[CellResult]) -> Iterator[Caution]:
     if strangers:
+        known = all(result.outcome and result.outcome.records for result in strangers)
+        met = "never met" if known else "is not known to have met"
         text = (
-            f"Training in {cells_of(strangers)} never met the records in which another cell failed: finite there "
+            f"Training in {cells_of(strangers)} {met} the records in which another cell failed: finite there "
             "refutes nothing, and the causes leave it out."
         )
         yield Caution("different_records", text, "Give every cell the same records, in the same order.")
