@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanbisect.outcome import Note, Outcome, Site, Smear, Status, number
+from nanbisect import presence
+from nanbisect.outcome import CONTENT, Note, Outcome, Site, Smear, Status, number
 
 Line = Mapping[str, Any]
 SHOWN = 8  # parameters kept in a site
@@ -32,20 +33,25 @@ class Effect:
 
 @dataclass(frozen=True)
 class Ending:
-    """How the process ended, in the executor's words: `why` is exited unless somebody ended it."""
+    """How the process ended, in the executor's words: `why` is exited unless somebody ended it.
+
+    `stragglers`: processes of its own that were still there.
+    """
 
     why: str
     code: int | None
     signal: int | None
     seconds: float
     oom_kill: bool
+    stragglers: int = 0
 
 
 @dataclass(frozen=True)
 class Evidence:
     """All lines of an attempt. `probe` holds the events of all ranks by time, `diary` the trainer's own lines.
 
-    `lost`: lines of the probe are missing or not of the form that its schema gives.
+    `reached`: a Python process read our PYTHONPATH; `armed`: one imported torch, too. `lost`: lines of the probe are
+    missing or not of the form that its schema gives.
     """
 
     ending: Ending
@@ -54,6 +60,12 @@ class Evidence:
     armed: bool
     lost: bool = False
     log_tail: tuple[str, ...] = ()
+    reached: bool = False
+
+    @property
+    def left(self) -> bool:
+        """Whether processes were still there when the main one had ended."""
+        return self.ending.stragglers > 0
 
     def events(self, kind: str) -> list[Line]:
         """The probe's events of one kind."""
@@ -92,7 +104,7 @@ def judge(evidence: Evidence, *, attempt: int, seed: int, effect_of: Callable[[M
         records=_records(evidence),
         resolved=resolved,
         repairs=_repairs(evidence),
-        doubts=(*_doubts(evidence), *effect.doubts),
+        doubts=(*_doubts(evidence), *(presence.doubts(evidence) if status is Status.FINITE else ()), *effect.doubts),
         seconds=evidence.ending.seconds,
         load_seconds=load,
         train_seconds=train,
@@ -136,7 +148,8 @@ def _surfaced(event: Line) -> str:
     names = [tensor["name"] for tensor in event["tensors"]]
     first = f", first in {names[0]}" if names and event["phase"] != "loss" else ""
     micro = f", micro-batch {event['micro_batch']}" if event["phase"] in OF_A_MICRO_BATCH else ""
-    return f"{event['value']} in {event['phase']} of step {event['step']}{micro}{first}"
+    kept = "" if event.get("backward", True) else ", which the script did not hand to backward"
+    return f"{event['value']} in {event['phase']} of step {event['step']}{micro}{first}{kept}"
 
 
 def _ended_badly(evidence: Evidence) -> tuple[Status, str] | None:
@@ -159,8 +172,9 @@ def _ended_badly(evidence: Evidence) -> tuple[Status, str] | None:
     if how == "stopped":
         return Status.FAILED, "not judged: the training stopped at a non-finite value, and the event itself was lost"
     if ending.code != 0 or how != "done":
-        last = f": {evidence.log_tail[-1]}" if evidence.log_tail else ""
-        return Status.FAILED, f"the training exited with code {ending.code} and did not say why{last}"
+        last = f"; its log ends with: {evidence.log_tail[-1]}" if evidence.log_tail else ""
+        why = presence.absent(evidence)
+        return Status.FAILED, f"the training exited with code {ending.code}{last}{f'; {why}' if why else ''}"
     return None
 
 
@@ -180,19 +194,14 @@ def _signalled(number: int) -> tuple[Status, str]:
 
 def _blind(evidence: Evidence) -> tuple[Status, str] | None:
     """Why finite can't be claimed although nothing bad was seen."""
-    if not evidence.armed:
-        return (
-            Status.NO_TRAINING,
-            "the probe was not there: no process of the training had it (is PYTHONPATH dropped on the way?)",
-        )
-    if not evidence.events("step"):
-        return Status.NO_TRAINING, "the probe saw no backward pass"
+    if (missing := presence.nothing_seen(evidence) or presence.cut_short(evidence)) is not None:
+        return missing
     partial = evidence.events("partial")
     if partial:
         return Status.FAILED, f"not judged: the probe could not see all gradients: {partial[0]['reason']}"
     steps = evidence.lines("step")
-    if evidence.lost or not _told_to_the_end(evidence) or len(evidence.events("step")) < len(steps):
-        return Status.FAILED, "not judged: events of the probe were lost (was the disk full?)"
+    if evidence.lost or not presence.told_to_the_end(evidence) or len(evidence.events("step")) < len(steps):
+        return Status.FAILED, "not judged: events of the probe were lost (a full disk, or a process that was killed)"
     if steps and not steps[-1]["taken"]:
         return Status.FAILED, "not judged: the GradScaler skipped the last step again and again"
     if any(line["taken"] and not _all_finite(line) for line in steps):
@@ -203,12 +212,6 @@ def _blind(evidence: Evidence) -> tuple[Status, str] | None:
     if errors:
         return Status.FAILED, f"not judged: the probe failed in {errors[0]['where']}: {errors[0]['error']}"
     return None
-
-
-def _told_to_the_end(evidence: Evidence) -> bool:
-    """Whether every training process wrote its last line: a lost tail would hide what it held."""
-    ends = len(evidence.events("exit")) + sum(bool(line["forced"]) for line in evidence.events("stopped"))
-    return ends >= len(evidence.events("self_check"))
 
 
 def _all_finite(step: Line) -> bool:
@@ -320,8 +323,8 @@ def _first_gradients(evidence: Evidence) -> dict[str, float]:
 
 def _records(evidence: Evidence) -> tuple[str, ...]:
     """Ids in the order in which training first met them."""
-    seen = (identifier for line in _served(evidence) for identifier in _ids(line))
-    return tuple(dict.fromkeys(seen))
+    trained = (line for line in _served(evidence) if line.get("backward", True))
+    return tuple(dict.fromkeys(identifier for line in trained for identifier in _ids(line)))
 
 
 def _served(evidence: Evidence) -> list[Line]:
@@ -330,10 +333,11 @@ def _served(evidence: Evidence) -> list[Line]:
 
 
 def _ids(line: Line) -> list[str]:
-    """Record ids of a micro-batch; where a batch has none, its rows of the dataset as `row 17`."""
+    """Record ids of a micro-batch; where a batch has none, its rows of the dataset as `row 17`, else their marks."""
     if line.get("records"):
         return [str(identifier) for identifier in line["records"]]
-    return [f"row {index}" for index in line.get("indices") or ()]
+    rows = [f"row {index}" for index in line.get("indices") or ()]
+    return rows or [f"{CONTENT}{mark}" for mark in line.get("contents") or ()]
 
 
 def _suspects(evidence: Evidence) -> tuple[str, ...]:
@@ -345,7 +349,8 @@ def _suspects(evidence: Evidence) -> tuple[str, ...]:
     if event["phase"] in OF_A_MICRO_BATCH and evidence.diary:
         lines = lines[event["micro_batch"] : event["micro_batch"] + 1]
     elif event["phase"] in OF_A_MICRO_BATCH:
-        lines = [line for line in lines if line["micro_batch"] == event["micro_batch"]]
+        place = (event["micro_batch"], event.get("backward", True))
+        lines = [line for line in lines if (line["micro_batch"], line.get("backward", True)) == place]
     return tuple(dict.fromkeys(identifier for line in lines for identifier in _ids(line)))
 
 
@@ -405,6 +410,8 @@ def resolve(evidence: Evidence) -> dict[str, Any]:
     roots, steps = evidence.events("root"), evidence.events("step")
     if roots:
         found["dropout"] = any(root["dropout"] for root in roots)
+    for line in evidence.events("exit"):
+        found["steps"] = max(found.get("steps", 0), line["steps"])
     if steps:
         found |= {"kernels": steps[0]["kernels"], "nested": steps[0]["nested"], "recomputed": steps[0]["recomputed"]}
     for line in evidence.lines("recipe_read"):

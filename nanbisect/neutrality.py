@@ -92,13 +92,15 @@ ADVICE = {
     Status.FAILED: "Read the log of one of these cells and mend what it names; `rerun` tries one of them again.",
     Status.TIMED_OUT: "Raise `--timeout` and go on with `--resume`, which tries them again.",
     Status.KILLED: "Find out who stopped them (the scheduler, the out-of-memory killer), then `--resume`.",
-    Status.NO_TRAINING: "No backward pass was seen. Check that the command trains in the process it starts.",
+    Status.NO_TRAINING: "Check that the command trains, in a process that gets PYTHONPATH from the one it starts.",
 }
 
 IDLE = "Take the factor out of the matrix, or make the recipe (or the model) use the setting."
 DOUBTS = {
     "scaler_skip": "Skips in the first steps are healthy; use bf16 if they go on.",
     "attention_otherwise": "Read the level as the recipe's own name for what it does.",
+    "fewer_steps": "Put {steps} into the command where its number of steps goes, or give it more data.",
+    "unfinished": "Look in its log for a check of its own that ended it.",
 }
 """Advice for what an attempt doubted."""
 

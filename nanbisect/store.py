@@ -34,7 +34,7 @@ from nanbisect.outcome import Outcome, jsonable
 SCHEMA = 1
 RUN, RESULT, CSV, REPORT, LOCK = "run.json", "result.json", "results.csv", "report.md", ".lock"
 IGNORE, IGNORE_ALL = ".gitignore", "*\n"
-OUTCOME, LOG, DIARY, ARMED = "outcome.json", "log.txt", "trainer.jsonl", "armed.jsonl"
+OUTCOME, LOG, DIARY, ARMED, REACHED = "outcome.json", "log.txt", "trainer.jsonl", "armed.jsonl", "reached"
 TAIL_BYTES = 1 << 16
 LARGE, ENDS = 1 << 26, 1 << 20
 PROBE = Path(__file__).parent / "probe"
@@ -173,13 +173,14 @@ def _ours(entry: Path) -> bool:
 def read_evidence(folder: Path, ended: Exit | None = None) -> Evidence:
     """Everything an attempt left behind. Torn last lines are dropped; a missing `exit.json` means killed."""
     ended = ended or read_exit(folder) or Exit(why="lost")
-    ending = Ending(ended.why, ended.code, ended.signal, ended.seconds, ended.oom_kill)
+    ending = Ending(ended.why, ended.code, ended.signal, ended.seconds, ended.oom_kill, ended.stragglers)
     files = [read_lines(path) for path in sorted(folder.glob("events.*.jsonl"))]
     return Evidence(
         ending=ending,
         probe=tuple(sorted((line for lines in files for line in lines), key=lambda line: line.get("time", 0.0))),
         diary=tuple(read_lines(folder / DIARY)),
         armed=(folder / ARMED).is_file(),
+        reached=(folder / REACHED).is_file(),
         lost=not all(whole(lines) for lines in files),
         log_tail=log_tail(_tail(folder / LOG)),
     )

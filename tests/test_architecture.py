@@ -26,6 +26,7 @@ FLOORS = (
             "matrix_file",
             "matrix_schema",
         ),
+        "presence",
         *("evidence", "neutrality", "combinations", "attribution", "search", "schedule", "tables", "report"),
     ),
     ("executors", "store", "trainers"),

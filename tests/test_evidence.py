@@ -170,7 +170,8 @@ def test_a_command_without_a_diary_is_judged_by_the_probe_alone() -> None:
     """Its exit code counts, unless the probe had stopped it; its records come from the probe's batches."""
     batch = {
         "kind": "batch", "time": 9.0, "step": 1, "micro_batch": 0, "module": "M", "matched": "content",
-        "indices": [4, 7], "records": None, "shapes": {}, "padding": None, "valid_labels": None,
+        "indices": [4, 7], "records": None, "contents": None, "shapes": {}, "backward": True, "padding": None,
+        "valid_labels": None,
     }  # fmt: skip
     events = [fakes.AWAKE, fakes.CHECKED, batch, fakes.step_event(1), fakes.EXIT]
     files = {"armed.jsonl": "{}", "events.0.1.jsonl": fakes.lines(*events)}

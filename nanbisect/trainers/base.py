@@ -15,6 +15,7 @@ from nanbisect.evidence import Effect
 from nanbisect.matrix import Cell, Matrix, Vocabulary
 
 PROBE = Path(__file__).parent.parent / "probe"
+FOLDER = "NANBISECT_PROBE"  # the variable that names the folder of events, in every process below
 
 
 @dataclass(frozen=True)
@@ -55,4 +56,4 @@ class Trainer(Protocol):
 def probe_environment(folder: Path, inherited: Mapping[str, str]) -> dict[str, str]:
     """The variables that put the probe into every Python process below, with events in `folder`."""
     paths = [str(PROBE / "site"), *filter(None, inherited.get("PYTHONPATH", "").split(":"))]
-    return {"PYTHONPATH": ":".join(paths), "NANBISECT_PROBE": str(folder)}
+    return {"PYTHONPATH": ":".join(paths), FOLDER: str(folder)}
