@@ -115,7 +115,7 @@ def _next(outcome: Outcome, command: Sequence[str]) -> list[str]:
         return ["next: a matrix with `trainer: command` over the settings you suspect says which of them brings it"]
     if outcome.status is Status.NO_TRAINING:
         return [
-            f"next: if {Path(command[0]).name} trains in a process of its own, hand on PYTHONPATH and {FOLDER} to it, or "
-            "watch that process itself: nanbisect watch -- python train.py"
+            f"next: if {Path(command[0]).name} trains in a process of its own, hand on PYTHONPATH and {FOLDER} to it, "
+            "or watch that process itself: nanbisect watch -- python train.py"
         ]
     return []

@@ -5,7 +5,6 @@ No gradient shows such a NaN, and a run without one must not be called finite fo
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -40,11 +39,11 @@ def test_a_skipped_loss_is_an_event_without_a_data_loader_too(seen: Seen) -> Non
     assert len({mark for line in (first, third, skipped) for mark in line["contents"]}) == 6
 
 
-@scenario("""
+STEP_OF_ITS_OWN = """
     def one(batch, bad):
         loss = model(batch).square().mean()
         loss = loss * NAN if bad else loss
-        if loss.isfinite():
+        if {check}:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -52,7 +51,44 @@ def test_a_skipped_loss_is_an_event_without_a_data_loader_too(seen: Seen) -> Non
     model, optimizer = net()
     for number, batch in enumerate(DataLoader([x()[0] + i for i in range(4)], batch_size=1)):
         one(batch, number == 1)
+"""
+
+
+@scenario(STEP_OF_ITS_OWN.format(check="math.isfinite(loss.item())"))
+def test_a_loss_that_was_looked_at_is_known_when_it_is_gone(seen: Seen) -> None:  # noqa: F811
+    """A function computed it, asked whether it is a number, and returned."""
+    assert (seen.nonfinite["phase"], seen.nonfinite["step"], seen.nonfinite["backward"]) == ("loss", 2, False)
+    assert [line["indices"] for line in seen.kind("batch") if not line["backward"]] == [[1]]
+
+
+@scenario("""
+    import warnings
+    warnings.simplefilter("ignore")
+    asked = [
+        torch.isfinite, torch.isnan, torch.isinf, lambda t: t.isfinite(), lambda t: t.isnan(), lambda t: t.isinf(),
+        math.isnan, float, lambda t: t.item(), lambda t: t.tolist(), lambda t: float(t.detach()),
+    ]
+    model, _ = net()
+    found = []
+    for ask in asked:
+        loss = model(x()).mean() * NAN
+        assert ask(loss) in (True, False) or math.isnan(ask(loss))
+        waiting = probe()._observer._waiting()
+        found.append(len(waiting.seen))
+        loss.detach_()
+    with open(os.path.join(HERE, "scripted.py"), "w") as file:
+        file.write("import torch\\ndef script(x):\\n    return torch.isnan(x), x.isfinite(), x.detach()\\n")
+    sys.path.insert(0, HERE)
+    from scripted import script
+    note(found=found, kept=torch.isnan.__name__, scripted=str(torch.jit.script(script)(torch.zeros(1))))
 """)
+def test_every_way_to_ask_is_heard(seen: Seen) -> None:  # noqa: F811
+    """And TorchScript still knows them."""
+    assert all(seen.note["found"]) and seen.note["kept"] == "isnan", seen.note
+    assert seen.note["scripted"] == "(tensor([False]), tensor([True]), tensor([0.]))"
+
+
+@scenario(STEP_OF_ITS_OWN.format(check="loss < INF"))
 def test_a_loss_that_is_gone_is_no_guess(seen: Seen) -> None:  # noqa: F811
     """Nobody can say what it was: a note, and the batch does not count as trained on."""
     assert seen.repairs == ["forward_without_backward"] and not seen.kind("nonfinite")
@@ -206,7 +242,7 @@ GIVE_UP = """
         for number in range(3):
             loss = model(x()).square().mean()
             loss = loss * NAN if number == 2 else loss
-            if not loss.isfinite():
+            if not loss < INF:
                 {leave}
             loss.backward()
             optimizer.step()
@@ -361,5 +397,5 @@ def test_a_torch_that_is_too_old_is_said_and_left_alone(tmp_path: Path) -> None:
 def test_a_python_that_trains_nothing_leaves_a_mark(tmp_path: Path) -> None:
     """So that a lost PYTHONPATH can be told from a missing torch."""
     subprocess.run([sys.executable, "-c", ""], env=environment(tmp_path), check=True)
-    assert os.listdir(tmp_path) == ["reached"]
+    assert [path.name for path in tmp_path.iterdir()] == ["reached"]
     subprocess.run([sys.executable, "-c", ""], env=environment(tmp_path / "gone"), check=True)

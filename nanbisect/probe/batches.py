@@ -37,8 +37,8 @@ class Forward:
     """A training forward of a root module. `micro`: its micro-batch, once a backward came.
 
     `result` tells the nodes that it returned from all others, so that a backward is known to go through it
-    (`used`), or to pass it by (`passed`: that backward's micro-batch). `losses` (returned) and `found` (looked for):
-    ranges of losses, in case that no backward comes.
+    (`used`), or to pass it by (`passed`: that backward's micro-batch). Ranges of losses, in case that no backward
+    comes: `losses` that a module returned, and those that the script was `seen` to look at, or to hold.
     """
 
     def __init__(self, module: str, found: dict[str, torch.Tensor], key: int = 0) -> None:
@@ -55,7 +55,7 @@ class Forward:
         self.used = False
         self.passed: int | None = None
         self.losses: list[torch.Tensor] = []
-        self.found: list[torch.Tensor] = []
+        self.seen: list[torch.Tensor] = []
 
 
 Told = Tuple[Forward, List[Mark], bool]  # with its marks on the host, and whether it comes after one of its micro-batch

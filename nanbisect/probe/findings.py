@@ -76,7 +76,7 @@ def came_from_others(norm: float, names: Names) -> bool:
 
 def lost_losses(lost: Sequence[Lost]) -> list[str | None]:
     """nan, +inf or -inf of the loss of each forward that got no backward; None where it is finite or unknown."""
-    ranges = [each.forward.found + (each.forward.losses if each.sure else []) for each in lost]
+    ranges = [each.forward.seen + (each.forward.losses if each.sure else []) for each in lost]
     ends = iter(numbers.read([pair for pairs in ranges for pair in pairs]))
     kinds = [[numbers.kind(*next(ends)) for _ in pairs] for pairs in ranges]
     return [next((kind for kind in found if kind is not None), None) for found in kinds]

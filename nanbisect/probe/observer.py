@@ -115,6 +115,13 @@ class Observer:
         forwards = self.window.forwards
         return forwards[-1] if forwards and forwards[-1].micro is None else None
 
+    def asked(self, loss: torch.Tensor) -> None:
+        """The script (not the probe) looks at a number that it could call backward on."""
+        waiting = None if self.clock.nested else self._waiting()
+        ends = numbers.ends(loss) if waiting is not None and len(waiting.seen) < LOSSES else None
+        if waiting is not None and ends is not None:
+            waiting.seen.append(ends)
+
     def leaving(self) -> None:
         """The script is about to end the process or a thread, for a reason of its own: what it holds is still there."""
         waiting = self._waiting()

@@ -28,6 +28,7 @@ from .loading import install_loaders
 from .observer import TEXT, Observer
 from .scaling import absorbed, install_scaler
 from .steps import inside_backward
+from .unhanded import install_questions
 
 CLIPS = ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_")
 
@@ -45,6 +46,7 @@ def install(observer: Observer) -> Guard:
     _clipping(observer, guard)
     install_scaler(observer, guard)
     install_loaders(observer, guard)
+    install_questions(guard(observer.asked, "loss"), compiling)
     _endings(observer, guard)
     os.register_at_fork(after_in_child=guard(observer.forked, "fork"))
     observer.stopper.finish = guard(observer.finish, "at exit")
