@@ -221,7 +221,7 @@ def test_torchrun_where_only_rank_1_gets_the_bad_record(tmp_path: Path) -> None:
     launch = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone")
     done, seen = watched(tmp_path, PYTHON, *launch, "train.py", "--attention", "eager", "--batch-size", "2")
     assert done.out.count("step 2 first_nonfinite_grad=module.embed.weight") == 2
-    assert "in backward of step 2, first in the gradient of module.layers.1.bias, on rank 1 of 2" in done.err
+    assert "in backward of step 2, first in the gradient of layers.1.bias, on rank 1 of 2" in done.err
     assert "records of that batch on rank 1: r5, r7" in done.err
     assert "would have blamed module.embed.weight" in done.err
     assert "after step 2 the weights or the optimizer's state are non-finite" in done.err
