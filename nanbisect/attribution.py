@@ -27,7 +27,7 @@ from nanbisect.combinations import (
 )
 from nanbisect.matrix import Factor
 from nanbisect.neutrality import Caution, Divergence, cell_cautions, cells_of, compare, listed
-from nanbisect.outcome import CellResult, Status
+from nanbisect.outcome import CellResult, Outcome, Status
 
 __all__ = ["Attribution", "Cause", "Caution", "Divergence", "Finding", "Standing", "attribute"]
 
@@ -79,7 +79,7 @@ class Attribution:
     """Everything the judged cells show.
 
     `compared` pairs of finite cells had to agree at step 1; `largest` is the largest relative difference
-    seen among them, of "loss", "grad_norm" and "parameter".
+    seen among them, of "loss", "grad_norm" and "parameter". `strangers` are finite cells that refute nothing.
     """
 
     finding: Finding
@@ -89,6 +89,7 @@ class Attribution:
     compared: int
     cautions: tuple[Caution, ...]
     largest: Mapping[str, float] = field(default_factory=dict)
+    strangers: tuple[int, ...] = ()
 
 
 def attribute(
@@ -114,9 +115,10 @@ def attribute(
         divergences=comparison.moved,
         compared=comparison.pairs,
         largest=comparison.largest,
+        strangers=tuple(result.cell.number for result in strangers),
         cautions=(
             *cell_cautions(factors, ordered, neutral_settings),
-            *_different_records(strangers),
+            *_different_records(strangers, _on_records(ordered)),
             *_never_seen(causes),
             *_more_combinations(unlisted),
         ),
@@ -130,11 +132,11 @@ def _refuting(results: Sequence[CellResult]) -> tuple[list[CellResult], list[Cel
     there it is as good as not judged.
     """
     spoken = [(result, result.outcome) for result in results]
-    suspects = [{*o.suspects} for _, o in spoken if o and o.status is Status.NONFINITE and o.suspects]
+    failing = _on_records(results)
     kept, strangers = [], []
     for result, outcome in spoken:
-        met = {*outcome.records} if outcome and outcome.status is Status.FINITE else set()
-        if outcome and met and any(not records <= met for records in suspects):
+        finite = outcome is not None and outcome.status is Status.FINITE
+        if outcome and finite and any(not _met(outcome, other) for other in failing):
             strangers.append(result)
             kept.append(CellResult(result.cell, (replace(outcome, status=Status.NO_TRAINING),)))
         else:
@@ -142,11 +144,33 @@ def _refuting(results: Sequence[CellResult]) -> tuple[list[CellResult], list[Cel
     return kept, strangers
 
 
+def _on_records(results: Sequence[CellResult]) -> list[Outcome]:
+    """The failing outcomes in which records may matter: weights that are bad at load have met none."""
+    outcomes = [result.outcome for result in results if result.outcome is not None]
+    return [o for o in outcomes if o.status is Status.NONFINITE and not (o.site and o.site.phase == "load")]
+
+
 SAME_RECORDS = "Give every cell the same records in the same order: no shuffling, or one seeded with `{seed}`."
 
 
-def _different_records(strangers: Sequence[CellResult]) -> Iterator[Caution]:
-    sure = [result for result in strangers if result.outcome and result.outcome.all_records]
+def _met(finite: Outcome, failing: Outcome) -> bool:
+    """Whether a finite cell trained on the records in which another failed. Where those are not known, one that went
+    as far as it was asked to is taken to have met them."""
+    if failing.suspects:
+        return {*failing.suspects} <= {*finite.records}
+    return not any(doubt.code == "fewer_steps" for doubt in finite.doubts)
+
+
+def _surely_others(stranger: CellResult, failing: Sequence[Outcome]) -> bool:
+    """Whether it is known all that a finite cell met, and that the records of some failing cell were not there."""
+    outcome = stranger.outcome
+    if outcome is None or not (outcome.records and outcome.all_records):
+        return False
+    return any(not {*other.suspects} <= {*outcome.records} for other in failing)
+
+
+def _different_records(strangers: Sequence[CellResult], failing: Sequence[Outcome]) -> Iterator[Caution]:
+    sure = [result for result in strangers if _surely_others(result, failing)]
     if sure:
         text = (
             f"Training in {cells_of(sure)} never met the records in which another cell failed: finite there "

@@ -31,6 +31,7 @@ STYLES = {
 }
 RECENT = 12  # ended cells kept in the live table
 WHOLE = 64  # cells shown in full after the run
+EXCERPT = 8  # last lines of the log of a cell that was not judged
 WIDE = 120  # columns of a terminal that has room for everything
 SHORT = 10  # a heading's letters where there is less room
 PIPE_WIDTH = 160  # columns when nobody's terminal says
@@ -189,6 +190,11 @@ def show_report(console: Console, report: Report) -> None:
     console.print(grid_table(report))
     console.print()
     console.print(cells_table(report, wide=console.width >= WIDE))
+    if report.excerpt is not None:
+        console.print(Text(f"\nthe end of the log of cell {report.excerpt.number}", "dim"), soft_wrap=True)
+        for line in report.excerpt.lines[-EXCERPT:]:
+            console.print(Text(f"  {line}"), soft_wrap=True)
+        console.print()
     said = {caution.code for caution in report.cautions}
     for note in (*report.repairs, *(doubt for doubt in report.doubts if doubt.code not in said)):
         console.print(Text.assemble((f"{note.code}: ", "yellow"), sentence(note.text)), soft_wrap=True)

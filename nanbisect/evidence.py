@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanbisect import ranks
-from nanbisect.outcome import Note, Outcome, Site, Smear, Status, number, unwrapped
+from nanbisect import presence, ranks
+from nanbisect.outcome import CONTENT, Note, Outcome, Site, Smear, Status, number, unwrapped
 
 Line = Mapping[str, Any]
 PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use|port.{0,80}another process is utilizing it", re.I)
@@ -39,13 +39,17 @@ class Effect:
 
 @dataclass(frozen=True)
 class Ending:
-    """How the process ended, in the executor's words: `why` is exited unless somebody ended it."""
+    """How the process ended, in the executor's words: `why` is exited unless somebody ended it.
+
+    `stragglers`: processes of its own that were still there.
+    """
 
     why: str
     code: int | None
     signal: int | None
     seconds: float
     oom_kill: bool
+    stragglers: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,8 @@ class Evidence:
     """All lines of an attempt. `probe` holds the events of all ranks by time, each with its `rank`, `diary` the
     trainer's own lines.
 
-    `lost`: lines of the probe are missing or not of the form that its schema gives. `port_taken`: the log
-    says that a port was in use.
+    `reached`: a Python process read our PYTHONPATH; `armed`: one imported torch, too. `lost`: lines of the probe are
+    missing or not of the form that its schema gives. `port_taken`: the log says that a port was in use.
     """
 
     ending: Ending
@@ -64,6 +68,12 @@ class Evidence:
     lost: bool = False
     log_tail: tuple[str, ...] = ()
     port_taken: bool = False
+    reached: bool = False
+
+    @property
+    def left(self) -> bool:
+        """Whether processes were still there when the main one had ended."""
+        return self.ending.stragglers > 0
 
     def events(self, kind: str) -> list[Line]:
         """The probe's events of one kind."""
@@ -100,10 +110,14 @@ def judge(evidence: Evidence, *, attempt: int, seed: int, effect_of: Callable[[M
         channels=_channels(evidence),
         first_gradients=_first_gradients(evidence),
         records=_records(evidence),
-        all_records=all(0 < len(_ids(line)) < CUT for line in _served(evidence)),
+        all_records=all(0 < len(_ids(line)) < CUT for line in _trained(evidence)),
         resolved=resolved,
         repairs=_repairs(evidence),
-        doubts=(*_doubts(evidence, status), *effect.doubts),
+        doubts=(
+            *_doubts(evidence, status),
+            *(presence.doubts(evidence) if status is Status.FINITE else ()),
+            *effect.doubts,
+        ),
         seconds=evidence.ending.seconds,
         load_seconds=load,
         train_seconds=train,
@@ -149,7 +163,8 @@ def _surfaced(evidence: Evidence, event: Line) -> str:
     micro = f", micro-batch {event['micro_batch']}" if event["phase"] in OF_A_MICRO_BATCH else ""
     site = _site(evidence)
     where = ranks.on_ranks(site) if site else ""
-    return f"{event['value']} in {event['phase']} of step {event['step']}{micro}{first}{where and ', '}{where}"
+    kept = "" if event.get("backward", True) else ", which the script did not hand to backward"
+    return f"{event['value']} in {event['phase']} of step {event['step']}{micro}{first}{where and ', '}{where}{kept}"
 
 
 def _ended_badly(evidence: Evidence) -> tuple[Status, str] | None:
@@ -174,7 +189,8 @@ def _ended_badly(evidence: Evidence) -> tuple[Status, str] | None:
     if ending.code != 0 or how != "done":
         last = f"; its log ends with: {evidence.log_tail[-1]}" if evidence.log_tail else ""
         early = " before it was done" if evidence.diary else ""
-        return Status.FAILED, f"the training exited with code {ending.code}{early}{last}"
+        why = presence.absent(evidence)
+        return Status.FAILED, f"the training exited with code {ending.code}{early}{last}{f'; {why}' if why else ''}"
     return None
 
 
@@ -194,19 +210,14 @@ def _signalled(number: int) -> tuple[Status, str]:
 
 def _blind(evidence: Evidence) -> tuple[Status, str] | None:
     """Why finite can't be claimed although nothing bad was seen."""
-    if not evidence.armed:
-        return (
-            Status.NO_TRAINING,
-            "the probe was not there: no process of the training had it (is PYTHONPATH dropped on the way?)",
-        )
-    if not evidence.events("step"):
-        return Status.NO_TRAINING, "the probe saw no backward pass"
+    if (missing := presence.nothing_seen(evidence) or presence.cut_short(evidence)) is not None:
+        return missing
     partial = evidence.events("partial")
     if partial:
         return Status.FAILED, f"not judged: the probe could not see all gradients: {partial[0]['reason']}"
     steps = evidence.lines("step")
-    if evidence.lost or not _told_to_the_end(evidence) or len(evidence.events("step")) < len(steps):
-        return Status.FAILED, "not judged: events of the probe were lost (was the disk full?)"
+    if evidence.lost or not presence.told_to_the_end(evidence) or len(evidence.events("step")) < len(steps):
+        return Status.FAILED, "not judged: events of the probe were lost (a full disk, or a process that was killed)"
     if steps and not steps[-1]["taken"]:
         return Status.FAILED, "not judged: the GradScaler skipped the last step again and again"
     if any(line["taken"] and not _all_finite(line) for line in steps):
@@ -221,12 +232,6 @@ def _blind(evidence: Evidence) -> tuple[Status, str] | None:
     if errors:
         return Status.FAILED, f"not judged: the probe failed in {errors[0]['where']}: {errors[0]['error']}"
     return None
-
-
-def _told_to_the_end(evidence: Evidence) -> bool:
-    """Whether every training process wrote its last line: a lost tail would hide what it held."""
-    ends = len(evidence.events("exit")) + sum(bool(line["forced"]) for line in evidence.events("stopped"))
-    return ends >= len(evidence.events("self_check"))
 
 
 def _all_finite(step: Line) -> bool:
@@ -357,8 +362,12 @@ def _first_gradients(evidence: Evidence) -> dict[str, float]:
 
 def _records(evidence: Evidence) -> tuple[str, ...]:
     """Ids in the order in which training first met them."""
-    seen = (identifier for line in _served(evidence) for identifier in _ids(line))
-    return tuple(dict.fromkeys(seen))
+    return tuple(dict.fromkeys(identifier for line in _trained(evidence) for identifier in _ids(line)))
+
+
+def _trained(evidence: Evidence) -> list[Line]:
+    """Without what a script looked at and skipped."""
+    return [line for line in _served(evidence) if line.get("backward", True)]
 
 
 def _served(evidence: Evidence) -> list[Line]:
@@ -369,10 +378,16 @@ def _served(evidence: Evidence) -> list[Line]:
 
 
 def _ids(line: Line) -> list[str]:
-    """Record ids of a micro-batch; where a batch has none, its rows of the dataset as `row 17`."""
+    """Record ids of a micro-batch; where a batch has none, its rows of the dataset as `row 17`, else their marks."""
     if line.get("records"):
         return [str(identifier) for identifier in line["records"]]
-    return [f"row {index}" for index in line.get("indices") or ()]
+    rows = [f"row {index}" for index in line.get("indices") or ()]
+    return rows or [f"{CONTENT}{mark}" for mark in line.get("contents") or ()]
+
+
+def _place(line: Line) -> tuple[int, int, bool]:
+    """Rank and micro-batch of a batch or an event, and whether it was handed to backward."""
+    return ranks.rank_of(line), line["micro_batch"], line.get("backward", True)
 
 
 def _suspects(evidence: Evidence) -> tuple[str, ...]:
@@ -385,8 +400,7 @@ def _suspects(evidence: Evidence) -> tuple[str, ...]:
     if event["phase"] in OF_A_MICRO_BATCH and evidence.diary:
         lines = lines[event["micro_batch"] : event["micro_batch"] + 1]
     elif event["phase"] in OF_A_MICRO_BATCH:
-        place = (event["rank"], event["micro_batch"])
-        lines = [line for line in lines if (ranks.rank_of(line), line["micro_batch"]) == place]
+        lines = [line for line in lines if _place(line) == _place(event)]
     return tuple(dict.fromkeys(identifier for line in lines for identifier in _ids(line)))
 
 

@@ -92,7 +92,7 @@ ADVICE = {
     Status.FAILED: "Read the log of one of these cells and mend what it names; `rerun` tries one of them again.",
     Status.TIMED_OUT: "Raise `--timeout` and go on with `--resume`, which tries them again.",
     Status.KILLED: "Find out who stopped them (the scheduler, the out-of-memory killer), then `--resume`.",
-    Status.NO_TRAINING: "No backward pass was seen. Check that the command trains in the process it starts.",
+    Status.NO_TRAINING: "Check that the command trains, in a process that gets PYTHONPATH from the one it starts.",
 }
 
 IDLE = "Take the factor out of the matrix, or make the training use the setting."
@@ -101,6 +101,8 @@ DOUBTS = {
     "trained_apart": "Read what the launcher says (on CPU `accelerate launch` wants ACCELERATE_USE_CPU=true).",
     "attention_otherwise": "Read the level as the training code's own name for what it does.",
     "precision_otherwise": "Read every claim as one on float32; the command may use that precision on a GPU only.",
+    "fewer_steps": "Put {steps} into the command where its number of steps goes, or give it more data.",
+    "unfinished": "Look in its log for a check of its own that ended it.",
 }
 """Advice for what an attempt doubted."""
 RUN_NOTES = {

@@ -16,6 +16,8 @@ from typing import Any
 from nanbisect.matrix import Cell
 
 SCHEMA = 1
+CONTENT = "content "
+"""Begins what stands for the id of a record that has none: a mark of what is in it, of use to compare only."""
 WRAPPERS = re.compile(r"^module\.|(?<![^.])(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)\.")
 
 
@@ -147,6 +149,11 @@ class Outcome:
     micro_batches: int = 0
     memory_bytes: int | None = None
     log_tail: tuple[str, ...] = ()
+
+    @property
+    def named_suspects(self) -> tuple[str, ...]:
+        """Those that a reader can find again."""
+        return tuple(name for name in self.suspects if not name.startswith(CONTENT))
 
     @property
     def judged(self) -> bool:

@@ -39,7 +39,8 @@ RUN, RESULT, CSV, REPORT, LOCK = "run.json", "result.json", "results.csv", "repo
 NOTES = "notes.jsonl"
 SCRATCH = "warm-check"
 IGNORE, IGNORE_ALL = ".gitignore", "*\n"
-ABOUT, OUTCOME, LOG, DIARY, ARMED = "attempt.json", "outcome.json", "log.txt", "trainer.jsonl", "armed.jsonl"
+ABOUT, OUTCOME, LOG, DIARY = "attempt.json", "outcome.json", "log.txt", "trainer.jsonl"
+ARMED, REACHED = "armed.jsonl", "reached"
 TAIL_BYTES = 1 << 16
 LARGE, ENDS = 1 << 26, 1 << 20
 PROBE = Path(__file__).parent / "probe"
@@ -206,7 +207,7 @@ def _ours(entry: Path) -> bool:
 def read_evidence(folder: Path, ended: Exit | None = None) -> Evidence:
     """Everything an attempt left behind. Torn last lines are dropped; a missing `exit.json` means killed."""
     ended = ended or read_exit(folder) or Exit(why="lost")
-    ending = Ending(ended.why, ended.code, ended.signal, ended.seconds, ended.oom_kill)
+    ending = Ending(ended.why, ended.code, ended.signal, ended.seconds, ended.oom_kill, ended.stragglers)
     files = [read_lines(path) for path in sorted(folder.glob("events.*.jsonl"))]
     log = _tail(folder / LOG)
     return Evidence(
@@ -216,6 +217,7 @@ def read_evidence(folder: Path, ended: Exit | None = None) -> Evidence:
         ),
         diary=tuple(read_lines(folder / DIARY)),
         armed=(folder / ARMED).is_file(),
+        reached=(folder / REACHED).is_file(),
         lost=not all(whole(lines) for lines in files),
         log_tail=log_tail(log),
         port_taken=says_port_taken(log),

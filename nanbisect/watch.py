@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import tempfile
@@ -13,14 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from nanbisect.errors import UsageError
 from nanbisect.evidence import Effect, Ending, Evidence, judge
 from nanbisect.matrix import Cell
-from nanbisect.outcome import CellResult, Outcome, Status
+from nanbisect.outcome import CellResult, Outcome, Smear, Status
 from nanbisect.report.places import of_what, places
 from nanbisect.report.words import counted
 from nanbisect.store import read_evidence
-from nanbisect.trainers.base import probe_environment
+from nanbisect.trainers.base import FOLDER, probe_environment
 from nanbisect.trainers.starters import starter_for
 
 PASSED_ON = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -35,7 +38,8 @@ class Watched:
 
     `steps` and `backwards` are those of the rank with the most; `harmless`: the loss was non-finite and every gradient
     of that step finite; `spoiled` is the first step after which weights or optimizer state were non-finite;
-    `stopped`: the probe ended the command, as it was asked to; `armed`: some process of it had torch and the probe.
+    `armed`: some process of it had torch and the probe;
+    `left`: ids of processes that it left behind; `so_far`: all was finite until it ended, in whatever way.
     """
 
     code: int
@@ -44,8 +48,9 @@ class Watched:
     backwards: int = 0
     harmless: bool = False
     spoiled: int | None = None
-    stopped: bool = False
     armed: bool = True
+    left: tuple[int, ...] = ()
+    so_far: bool = False
 
 
 def watch(command: Sequence[str], *, steps: int | None, stop: bool, environ: Mapping[str, str]) -> Watched:
@@ -58,7 +63,8 @@ def watch(command: Sequence[str], *, steps: int | None, stop: bool, environ: Map
         limits = {"NANBISECT_STOP": "event" if stop else "", **({"NANBISECT_STEPS": str(steps)} if steps else {})}
         began = time.monotonic()
         code = _run(command, {**environ, **probe_environment(folder, environ), **limits})
-        return watched(folder, code, time.monotonic() - began)
+        seconds = time.monotonic() - began
+        return watched(folder, code, seconds, still_running(folder))
 
 
 def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
@@ -70,7 +76,10 @@ def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
             f"the command {command[0]!r} was not found\ntry: its full path, or `python script.py`"
         ) from error
     except OSError as error:
-        raise UsageError(f"the command {command[0]!r} can't be started: {error.strerror}") from error
+        raise UsageError(
+            f"the command {command[0]!r} can't be started: {error.strerror}\n"
+            "try: `python script.py` for a script, or chmod +x for a program"
+        ) from error
     with _passing_on(process):
         while True:
             try:
@@ -94,11 +103,22 @@ def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def watched(folder: Path, code: int, seconds: float = 0.0) -> Watched:
-    """What was seen, whatever the command's own exit code: that is the command's affair. A signal counts."""
-    ending = Ending("exited", 0 if code >= 0 else None, -code if code < 0 else None, seconds, False)
+def still_running(folder: Path) -> tuple[int, ...]:
+    """Ids of processes that the command left behind: they carry the probe's folder in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            mine = process.uids().real == os.getuid() and process.status() != psutil.STATUS_ZOMBIE
+            if mine and process.environ().get(FOLDER) == str(folder):
+                found.append(process.pid)
+    return tuple(found)
+
+
+def watched(folder: Path, code: int, seconds: float = 0.0, left: tuple[int, ...] = ()) -> Watched:
+    """What was seen. As in a run, a command that failed by itself is never finite, and a value that was seen stands."""
+    ending = Ending("exited", code if code >= 0 else None, -code if code < 0 else None, seconds, False, len(left))
     evidence = replace(read_evidence(folder), ending=ending)
-    outcome = judge(evidence, attempt=1, seed=0, effect_of=lambda resolved: Effect())
+    outcome = _judged(evidence)
     last = evidence.events("exit")
     return Watched(
         code,
@@ -109,15 +129,24 @@ def watched(folder: Path, code: int, seconds: float = 0.0) -> Watched:
         spoiled=min(
             (line["step"] for line in evidence.events("nonfinite") if line["phase"] == "optimizer"), default=None
         ),
-        stopped=bool(evidence.events("stopped")),
         armed=evidence.armed,
+        left=left,
+        so_far=_judged(replace(evidence, ending=replace(ending, code=0, signal=None))).status is Status.FINITE,
     )
 
 
+def _judged(evidence: Evidence) -> Outcome:
+    return judge(evidence, attempt=1, seed=0, effect_of=lambda resolved: Effect())
+
+
 def _only_the_loss(evidence: Evidence, outcome: Outcome) -> bool:
-    """Whether gradients were seen in the step of a non-finite loss, all of them, and none of them was bad."""
+    """Whether gradients were seen in the step of a non-finite loss, all of them, and none of them was bad.
+
+    Of a loss that the script did not hand to backward there are none: those of its step are of another batch.
+    """
     site = outcome.site
-    if site is None or site.phase != "loss" or evidence.events("partial"):
+    kept = any(not line.get("backward", True) for line in evidence.events("nonfinite"))
+    if site is None or site.phase != "loss" or kept or evidence.events("partial"):
         return False
     seen = [line for line in evidence.events("step") if line["step"] == site.step]
     return bool(seen) and all(line["gradients"] and not line["bad"] for line in seen)
@@ -132,21 +161,22 @@ def diagnosis(watched: Watched, command: Sequence[str]) -> tuple[str, ...]:
     lines = [f"nanbisect: {_head(watched)}"]
     if outcome.status is Status.NONFINITE:
         lines += _about_the_event(watched)
-    elif watched.code > 0 and outcome.status is Status.FINITE and not watched.stopped:
-        lines.append(f"it ended with code {watched.code}, and not after a non-finite value that the probe saw")
     lines += [f"{note.code}: {note.text}" for note in (*outcome.repairs, *outcome.doubts)]
+    if watched.left:
+        lines.append(f"still running, and watched no longer: process {', '.join(map(str, watched.left))}")
     lines += _next(watched, command)
     return tuple(lines)
 
 
 def _head(watched: Watched) -> str:
     outcome = watched.outcome
+    looked = f"finite so far, in {counted(watched.steps, 'step')} ({counted(watched.backwards, 'backward pass')})"
     if outcome.status is Status.NONFINITE:
         (place,) = places((CellResult(Cell(1, {}), (outcome,)),))
         return f"non-finite: {place.kind} {place.text}"
     if outcome.status is Status.FINITE:
-        return f"finite so far, in {counted(watched.steps, 'step')} ({counted(watched.backwards, 'backward pass')})"
-    return outcome.reason
+        return looked
+    return f"{looked}; then {outcome.reason}" if watched.so_far else outcome.reason
 
 
 def _about_the_event(watched: Watched) -> Iterator[str]:
@@ -156,23 +186,34 @@ def _about_the_event(watched: Watched) -> Iterator[str]:
         yield "no loss and no gradient had been non-finite before: the optimizer's own arithmetic made it"
     if watched.harmless:
         yield "every gradient of that step was finite all the same"
-    if outcome.suspects:
+    if outcome.named_suspects:
         yield _records(outcome)
     if smear is not None:
-        would = "would have blamed" if smear.misleads else "blames the same"
-        first = f"; the first gradient to arrive non-finite was {smear.first}" if smear.misleads else ""
-        yield f"a check after clipping {would} {smear.blamed} ({smear.bad} of {smear.numel} elements){first}"
+        yield _smeared(smear)
     if watched.spoiled is not None:
         yield f"after step {watched.spoiled} the weights or the optimizer's state are non-finite: go back to before it"
 
 
+def _smeared(smear: Smear) -> str:
+    said = f"a check after clipping would have blamed {smear.blamed} ({smear.bad} of {smear.numel} elements)"
+    if smear.misleads:
+        return f"{said}; the first gradient to arrive non-finite was {smear.first}"
+    return f"{said} too: that is where the first non-finite gradient arrived"
+
+
 def _records(outcome: Outcome) -> str:
     """`records of that batch on rank 1: r5, r7`."""
-    records = outcome.suspects
+    records = outcome.named_suspects
     what = of_what(outcome.site, "batch") if outcome.site else "step"
     rest = f" and {len(records) - SHOWN} more" if len(records) > SHOWN else ""
     rows = " (rows of the dataset that the data loader reads, from 0)" if records[0].startswith("row ") else ""
     return f"records of that {what}: {', '.join(records[:SHOWN])}{rest}{rows}"
+
+
+def _ended_first(watched: Watched) -> bool:
+    """Whether a command that had the probe failed before it trained."""
+    awake = not any(doubt.code == "probe_error" for doubt in watched.outcome.doubts)
+    return watched.outcome.status is Status.FAILED and watched.code > 0 and awake and not watched.steps
 
 
 def _nothing_seen(watched: Watched, program: str) -> str:
@@ -184,14 +225,14 @@ def _nothing_seen(watched: Watched, program: str) -> str:
             "elsewhere (a container, ssh, another machine)"
         )
     return (
-        f"next: {program} may drop PYTHONPATH (a container, ssh, sudo, `python -I`), run another Python without torch, "
-        "or not train at all"
+        f"next: if {program} trains in a process of its own, hand on PYTHONPATH and {FOLDER} to it, "
+        "or watch that process itself: nanbisect watch -- python train.py"
     )
 
 
 def _next(watched: Watched, command: Sequence[str]) -> Iterator[str]:
     outcome = watched.outcome
-    if outcome.status is Status.NO_TRAINING:
+    if outcome.status is Status.NO_TRAINING or _ended_first(watched):
         yield _nothing_seen(watched, Path(command[0]).name)
     if outcome.status is not Status.NONFINITE:
         return

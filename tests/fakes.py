@@ -38,7 +38,7 @@ def nonfinite_event(**changed: Any) -> dict[str, Any]:
     tensor = {"name": "b", "value": "nan", "micro_batch": 0, "uses": [], "nan": 4, "posinf": 0, "neginf": 0, "numel": 4}
     event = {
         "kind": "nonfinite", "time": 10.5, "step": 1, "micro_batch": 0, "rank": 0, "phase": "backward", "value": "nan",
-        "tensors": [tensor], "bad": 1, "of": 3, "scale": None,
+        "tensors": [tensor], "bad": 1, "of": 3, "scale": None, "backward": True,
     }  # fmt: skip
     return {**event, **changed}
 
@@ -61,7 +61,10 @@ def diary(*steps: Mapping[str, Any], how: str | None = "done", seed: int = 0, **
     return lines(*entries)
 
 
-EXIT = {"kind": "exit", "time": 20.0, "steps": 2, "backwards": 2, "events": 0, "repairs": {}}
+EXIT = {
+    "kind": "exit", "time": 20.0, "steps": 2, "backwards": 2, "events": 0, "repairs": {}, "short": 0,
+    "unfinished": False,
+}  # fmt: skip
 STEP = {"grad_norm": 1.25, "losses": [2.5], "channels": [{"text": [25.0, 10.0]}]}
 
 

@@ -34,6 +34,7 @@ FLOORS = (
             "suspects",
         ),
         *(
+            "presence",
             "ranks",
             "evidence",
             "neutrality",

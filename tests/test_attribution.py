@@ -679,8 +679,13 @@ def test_a_finite_cell_that_never_met_the_bad_record_refutes_nothing() -> None:
     assert found.finding is Finding.UNDECIDED
     assert found.causes == ()
     assert "cells 1 and 2" in caution(found, "different_records").text
+    assert found.strangers == (1, 2)
     same = attribute(factors, ran(factors, lambda levels: replace(outcome(levels), records=("r1", "r2", "r5", "r6"))))
     assert [cause.levels for cause in same.causes] == [{"batch_size": ("8",)}]
+    blind = attribute(factors, ran(factors, lambda levels: replace(outcome(levels), records=())))
+    assert blind.causes == ()
+    assert "cells 1 and 2 is not known to have met" in caution(blind, "unknown_records").text
+    assert "different_records" not in codes(blind)
 
 
 def test_a_finite_cell_with_missing_ids_is_not_said_to_have_met_other_records() -> None:
@@ -713,3 +718,18 @@ def test_a_level_that_only_met_other_records_is_not_called_neutral() -> None:
     assert [cause.levels for cause in found.causes] == [{"attention": ("eager",)}]
     assert found.neutral == ()
     assert found.causes[0].unseen == {"batch_size": ("1",)}
+
+
+def test_a_finite_cell_that_stopped_short_of_unknown_records_refutes_nothing() -> None:
+    """Where no ids are known, only going as far as was asked makes cells comparable."""
+    factors = (Factor("batch_size", ("1", "8")), Factor("attention", ("sdpa", "eager")))
+    short = (Note("fewer_steps", "the command ended by itself after 3 of 24 optimizer steps"),)
+
+    def outcome(levels: Mapping[str, str]) -> Outcome:
+        return NONFINITE if levels["batch_size"] == "8" else replace(FINITE, doubts=short)
+
+    found = attribute(factors, ran(factors, outcome))
+    assert found.causes == ()
+    assert found.strangers == (1, 2)
+    whole = attribute(factors, ran(factors, lambda levels: replace(outcome(levels), doubts=())))
+    assert [cause.levels for cause in whole.causes] == [{"batch_size": ("8",)}]

@@ -375,14 +375,15 @@ def test_a_python_without_torch_is_said(tmp_path: Path) -> None:
 
 
 def test_an_old_torch_is_said(tmp_path: Path) -> None:
-    """From its metadata: nothing is imported."""
-    info = tmp_path / "lib" / "torch-2.0.1.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.0.1\n")
+    """From its own text: nothing is imported, and the metadata of another torch further on does not count."""
+    package = tmp_path / "lib" / "torch"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (package / "version.py").write_text("__all__ = ['__version__']\n__version__ = '2.0.1+cpu'\n")
     matrix = read(command_of(sys.executable, "env: {PYTHONPATH: lib}\n"), tmp_path)
     (end,) = checked(matrix, tmp_path)
     assert end["how"] == "bad_input"
-    assert "torch 2.0.1" in end["text"]
+    assert "torch 2.0.1+cpu" in end["text"]
     assert "2.1" in end["text"]
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from nanbisect.evidence import CUT, Effect, Ending, Evidence, judge
 from nanbisect.outcome import Outcome, Status, unwrapped
+from nanbisect.ranks import of_process
 from nanbisect.trainers.base import PROBE
 from tests import fakes
 
@@ -25,8 +26,9 @@ def evidence(files: Mapping[str, str], ending: Ending = OK, log: tuple[str, ...]
     def read(name: str) -> tuple[dict[str, Any], ...]:
         return tuple(json.loads(line) for line in files.get(name, "").splitlines())
 
-    probe, diary = read("events.0.1.jsonl"), read("trainer.jsonl")
-    return Evidence(ending, probe, diary, "armed.jsonl" in files, log_tail=log)
+    processes = [of_process(read(name)) for name in sorted(files) if name.startswith("events.")]
+    probe = sorted((line for lines in processes for line in lines), key=lambda line: line["time"])
+    return Evidence(ending, tuple(probe), read("trainer.jsonl"), "armed.jsonl" in files, log_tail=log)
 
 
 def judged(
@@ -171,7 +173,8 @@ def test_a_command_without_a_diary_is_judged_by_the_probe_alone() -> None:
     """Its exit code counts, unless the probe had stopped it; its records come from the probe's batches."""
     batch = {
         "kind": "batch", "time": 9.0, "step": 1, "micro_batch": 0, "rank": 0, "module": "M", "matched": "content",
-        "indices": [4, 7], "records": None, "shapes": {}, "padding": None, "valid_labels": None,
+        "indices": [4, 7], "records": None, "contents": None, "shapes": {}, "backward": True, "padding": None,
+        "valid_labels": None,
     }  # fmt: skip
     events = [fakes.AWAKE, fakes.CHECKED, batch, fakes.step_event(1), fakes.EXIT]
     files = {"armed.jsonl": "{}", "events.0.1.jsonl": fakes.lines(*events)}
@@ -230,7 +233,8 @@ def test_what_happened_on_several_ranks_is_told_of_the_rank_that_saw_it() -> Non
     """The batch of another rank is no suspect; a step that all ranks dropped was dropped once."""
     batch = {
         "kind": "batch", "time": 9.0, "step": 1, "micro_batch": 0, "rank": 0, "module": "M", "matched": "content",
-        "indices": None, "records": ["r0"], "shapes": {}, "padding": None, "valid_labels": None,
+        "indices": None, "records": ["r0"], "contents": None, "shapes": {}, "backward": True, "padding": None,
+        "valid_labels": None,
     }  # fmt: skip
     other = {**batch, "rank": 1, "records": ["r1"]}
     dropped: list[Mapping[str, Any]] = [
@@ -247,6 +251,12 @@ def test_what_happened_on_several_ranks_is_told_of_the_rank_that_saw_it() -> Non
     assert both().suspects == ("r1",)
     assert [note.text for note in both().repairs] == ["step 1 (and 1 more time)"]
     assert both(phase="reduce").suspects == ("r0", "r1")
+    other = {**other, "backward": False}
+    skipped = both(phase="loss", backward=False, tensors=[])
+    assert (skipped.suspects, skipped.records) == (("r1",), ("r0",))
+    assert skipped.reason == (
+        "nan in loss of step 1, micro-batch 0, on rank 1 of 2, which the script did not hand to backward"
+    )
 
 
 def test_dtypes_and_casts_are_resolved_from_what_the_probe_saw() -> None:

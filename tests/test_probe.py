@@ -982,11 +982,11 @@ def test_injection_chains_sitecustomize_and_outlasts_find_spec(tmp_path: Path) -
     assert lines[-2]["ended"] == "exit" and (lines[-1]["steps"], lines[-1]["backwards"]) == (0, 1)
 
 
-def test_a_process_that_does_not_train_leaves_only_the_armed_line(tmp_path: Path) -> None:
+def test_a_process_that_does_not_train_leaves_two_marks(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import torch\nwith torch.no_grad():\n    torch.nn.Linear(2, 2)(torch.ones(1, 2))\n")
     run(script, environment(tmp_path))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["armed.jsonl", "script.py"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["armed.jsonl", "reached", "script.py"]
 
 
 # BIT IDENTITY: the probe changes nothing that training computes ------------------------------------

@@ -447,9 +447,12 @@ def test_a_stream_has_records_and_no_indices(seen: Seen) -> None:  # noqa: F811
         optimizer.step()
         optimizer.zero_grad()
 """)
-def test_a_skipped_loss_is_a_note_and_no_event(seen: Seen) -> None:  # noqa: F811
-    assert seen.repairs == ["forward_without_backward"] and not seen.kind("nonfinite")
-    assert [line["records"] for line in seen.kind("batch")] == [["r0"], ["r1"], ["r3"]]
+def test_a_skipped_loss_is_an_event_of_its_batch(seen: Seen) -> None:  # noqa: F811
+    assert seen.repairs == ["forward_without_backward"]
+    event = seen.nonfinite
+    assert (event["phase"], event["value"], event["step"], event["backward"]) == ("loss", "nan", 3, False)
+    batches = [(line["records"], line["micro_batch"], line["backward"]) for line in seen.kind("batch")]
+    assert batches == [(["r0"], 0, True), (["r1"], 0, True), (["r3"], 0, True), (["r2"], 0, False)]
 
 
 @scenario("""

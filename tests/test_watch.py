@@ -132,7 +132,7 @@ def test_signals_for_the_training_reach_it(tmp_path: Path) -> None:
         time.sleep(0.3)
     out, err = process.communicate(timeout=30)
     assert (out.split(), process.returncode) == (["told", "SIGUSR1", "told", "SIGTERM"], 5)
-    assert "nanbisect: the probe" in err
+    assert "nanbisect: the training exited with code 5; no Python process that has the probe imported torch" in err
 
 
 # what is told ----------------------------------------------------------------------------------
@@ -172,6 +172,8 @@ def test_the_diagnosis_of_an_optimizer_of_a_loss_and_of_a_late_event(tmp_path: P
     lines = told(tmp_path / "b", [bad(0, "loss", at=1, tensors=[]), step(1, "+inf")])
     assert lines[0] == "nanbisect: non-finite: NaN in the loss of step 1"
     assert lines[1] == "every gradient of that step was finite all the same"
+    lines = told(tmp_path / "d", [bad(0, "loss", at=1, tensors=[], backward=False), step(1, 2.0)])
+    assert "every gradient" not in " ".join(lines)  # those are of another batch
     lines = told(tmp_path / "c", [bad(0, "backward", at=900), step(900, 1.0, bad=fakes.nonfinite_event()["tensors"])])
     assert "Put the records of step 900 first in the data" in lines[-2]
     assert "steps:" not in lines[-1]
@@ -181,4 +183,6 @@ def test_the_diagnosis_of_a_finite_run(tmp_path: Path) -> None:
     """How much was looked at, and whose error it was that ended it."""
     assert told(tmp_path / "a", [step(1, 1.0)]) == ["nanbisect: finite so far, in 2 steps (2 backward passes)"]
     lines = told(tmp_path / "b", [step(1, 1.0)], code=1)
-    assert lines[1] == "it ended with code 1, and not after a non-finite value that the probe saw"
+    assert lines == ["nanbisect: finite so far, in 2 steps (2 backward passes); then the training exited with code 1"]
+    lines = told(tmp_path / "c", [step(1, 1.0), {"kind": "partial", "time": 12.0, "reason": "sharded"}], code=1)
+    assert lines == ["nanbisect: the training exited with code 1"]  # what it did not see is not called finite

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import sys
 from typing import TYPE_CHECKING, Any, Callable
 
 if TYPE_CHECKING:
     from .observer import Observer
+
+OLDEST = (2, 1)  # torch
 
 _observer: Observer | None = None
 _end: Callable[[str], Any] | None = None
@@ -25,17 +29,22 @@ def install(folder: str) -> None:
     global _observer, _end, _learn
     import torch
 
-    from . import patches
     from .ledger import Ledger
     from .limits import limits
-    from .observer import Observer
 
-    wanted = limits(os.environ)
-    versions = {"schema": 1, "torch": str(torch.__version__), "python": platform.python_version()}
+    wanted, version = limits(os.environ), str(getattr(torch, "__version__", "?"))
+    versions = {"schema": 1, "torch": version, "python": platform.python_version()}
     journal = Ledger(folder, versions, every_line=wanted.every_line)
     journal.armed()
-    observer = Observer(journal, wanted)
+    if _too_old(version):
+        journal.write("probe_error", where="install", error="torch %s is too old, it needs 2.1" % version)
+        sys.stderr.write("nanbisect: torch %s is too old for the probe, which needs 2.1\n" % version)
+        return
     try:
+        from . import patches
+        from .observer import Observer
+
+        observer = Observer(journal, wanted)
         guard = patches.install(observer)
     except Exception as error:  # half of it may be at work: say so, lest the run count as judged
         journal.write("probe_error", where="install", error=repr(error))
@@ -50,6 +59,11 @@ def moved(folder: str) -> None:
         from .limits import limits
 
         _observer.follow(folder, limits(os.environ))
+
+
+def _too_old(version: str) -> bool:
+    numbers = re.findall(r"\d+", version)[:2]
+    return len(numbers) == 2 and tuple(map(int, numbers)) < OLDEST
 
 
 def found() -> bool:

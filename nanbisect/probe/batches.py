@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from typing import Any, Deque, Iterator, NamedTuple, Optional, Tuple
+from typing import Any, Deque, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 
@@ -30,20 +30,47 @@ class Served(NamedTuple):
 
 
 Pair = Tuple[Optional[Served], Optional[str]]  # a batch, and how it was found
+Line = Dict[str, Any]  # the fields of a `batch` event
 
 
 class Forward:
-    """A training forward of a root module. `micro`: its micro-batch, once a backward came."""
+    """A training forward of a root module. `micro`: its micro-batch, once a backward came.
 
-    def __init__(self, module: str, found: dict[str, torch.Tensor]) -> None:
+    `result` tells the nodes that it returned from all others, so that a backward is known to go through it
+    (`used`), or to pass it by (`passed`: that backward's micro-batch). Ranges of losses, in case that no backward
+    comes: `losses` that a module returned, and those that the script was `seen` to look at, or to hold.
+    """
+
+    def __init__(self, module: str, found: dict[str, torch.Tensor], key: int = 0) -> None:
         self.module = module
+        self.key = key  # tells modules of one class apart
         self.micro: int | None = None
         self.shapes = {name: list(tensor.shape) for name, tensor in found.items()}
         self.rows = inputs.rows(found)
         self.marks = inputs.marks(found)
         self.padding: Sum | None = inputs.padding(found)
         self.valid_labels: Sum | None = inputs.valid_labels(found)
-        self.loss: torch.Tensor | None = None  # range of the loss that the module returned, if it returns one
+        self.contents: torch.Tensor | None = inputs.contents(found)
+        self.result: set[int] = set()
+        self.used = False
+        self.passed: int | None = None
+        self.losses: list[torch.Tensor] = []
+        self.seen: list[torch.Tensor] = []
+
+
+Told = Tuple[Forward, List[Mark], bool]  # with its marks on the host, and whether it comes after one of its micro-batch
+
+
+class Lost(NamedTuple):
+    """A forward that got no backward, and its batch.
+
+    `sure`: none will come, so the loss that it returned went no further. `told`: worth a word in any case.
+    """
+
+    forward: Forward
+    line: Line
+    sure: bool
+    told: bool
 
 
 class Batches:
@@ -77,22 +104,40 @@ class Batches:
 
     # pairing -----------------------------------------------------------------------------------
 
-    def lines(self, forwards: list[Forward], step: int) -> tuple[list[dict[str, Any]], list[Forward]]:
-        """`batch` events of forwards whose backward has come, and the forwards of batches that had no backward.
+    def lines(self, forwards: list[Forward], step: int, *, ended: bool = False) -> tuple[list[Line], list[Lost]]:
+        """`batch` events of forwards whose backward has come, and the forwards that had none.
 
         Reads the device once. Several forwards of one micro-batch make one line, the last that was paired.
+        `ended`: no backward will come, so the last one waits in vain.
         """
-        pairs = [self._match(marks, forward.rows, again) for forward, marks, again in self._told(forwards)]
-        lines: dict[int, dict[str, Any]] = {}
+        told = list(self._told(forwards))
+        pairs = [self._match(marks, forward.rows, again) for forward, marks, again in told]
+        lines: dict[int, Line] = {}
         for forward, (served, how) in zip(forwards, pairs):
             if forward.micro is not None and (served is not None or forward.micro not in lines):
                 lines[forward.micro] = _line(step, forward, served, how)
-        neighbours = zip(zip(forwards, pairs), zip(forwards[1:], pairs[1:]))
-        return list(lines.values()), [
-            one for (one, first), (two, second) in neighbours if _lost(one, two, first, second)
-        ]
+        trained = [served for forward, (served, _) in zip(forwards, pairs) if forward.used]
+        passed = [(forward, pair) for forward, pair in zip(forwards, pairs) if forward.passed is not None]
+        lost = [Lost(one, _line(step, one, *pair), True, _new(pair[0], trained)) for one, pair in passed]
+        lost += self._followed(told, pairs, step)
+        if ended and forwards[-1].micro is None:
+            lost.append(Lost(forwards[-1], _line(step, forwards[-1], *pairs[-1]), True, False))
+        return list(lines.values()), lost
 
-    def _told(self, forwards: list[Forward]) -> Iterator[tuple[Forward, list[Mark], bool]]:
+    def _followed(self, told: list[Told], pairs: list[Pair], step: int) -> Iterator[Lost]:
+        """Where no backward tells: forwards after which the same module was called with something else.
+
+        Sure where the batches were served; a script that hands on what no loader gave may need two forwards.
+        """
+        for index in range(len(told) - 1):
+            (one, marks, _), (two, others, _) = told[index : index + 2]
+            (first, how), (second, _) = pairs[index : index + 2]
+            known = first is not None and second is not None
+            other = first is not second if known else marks != others
+            if other and _alike(one, two):
+                yield Lost(one, _line(step, one, first, how), known, known)
+
+    def _told(self, forwards: list[Forward]) -> Iterator[Told]:
         """Forwards with their marks on the host, and whether each comes after another of its micro-batch."""
         sums: list[Sum] = [mark.total for forward in forwards for mark in forward.marks]
         waiting: list[Sum] = [mark.total for served in self.waiting for mark in served.marks]
@@ -129,24 +174,36 @@ class Batches:
         return self.last, "order"
 
 
-def _lost(one: Forward, two: Forward, first: Pair, second: Pair) -> bool:
-    """Whether the same module was called with another batch before the first had a backward."""
-    same = (one.micro, one.module) == (two.micro, two.module)
-    return same and first[0] is not None and second[0] is not None and second[0] is not first[0]
+def _alike(one: Forward, two: Forward) -> bool:
+    """Whether two forwards are of one module, and of one micro-batch as far as is known."""
+    same = (one.micro, one.module, one.key) == (two.micro, two.module, two.key)
+    return same and not (one.used or two.used) and one.passed is None
+
+
+def _new(served: Served | None, others: list[Served | None]) -> bool:
+    return served is not None and all(served is not other for other in others)
 
 
 def _read(marks: list[Mark], values: Iterator[int]) -> list[Mark]:
     return [Mark(mark.key, next(values)) for mark in marks]
 
 
-def _line(step: int, forward: Forward, served: Served | None, how: str | None) -> dict[str, Any]:
+def _line(step: int, forward: Forward, served: Served | None, how: str | None) -> Line:
     indices = None if served is None or served.indices is None else served.indices[: inputs.LISTED]
     ids = None if served is None or served.records is None else served.records[: inputs.LISTED]
     return {
         "step": step, "micro_batch": forward.micro, "module": forward.module, "matched": how,
-        "indices": indices, "records": ids, "shapes": forward.shapes,
+        "indices": indices, "records": ids, "contents": _contents(forward) if ids is None and indices is None else None,
+        "shapes": forward.shapes, "backward": True,
         "padding": forward.padding, "valid_labels": forward.valid_labels,
     }  # fmt: skip
+
+
+def _contents(forward: Forward) -> list[str] | None:
+    """Marks of the rows, where nothing better tells records apart. Reads the host."""
+    if forward.contents is None:
+        return None
+    return ["%016x" % (each & 0xFFFFFFFFFFFFFFFF) for each in forward.contents[: inputs.LISTED].tolist()]
 
 
 def _indices(handed: Any) -> list[int] | None:

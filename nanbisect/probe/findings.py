@@ -9,10 +9,12 @@ import torch
 
 from . import numbers
 from .account import FIRST_BAD
-from .batches import Forward
+from .batches import Forward, Lost
 from .names import Names
 from .ownership import owned
 from .window import Bad, Entry, Flag, Loss, LossValue
+
+NAMED = 4  # parameters named in a sentence
 
 
 def bad_gradients(
@@ -72,14 +74,37 @@ def came_from_others(norm: float, names: Names) -> bool:
     return math.isnan(norm) or bool(numbers.bad_of(names.gradients(), counted=0))
 
 
-def without_backward(lost: Sequence[Forward]) -> tuple[str, dict[str, Any]]:
-    """Text and values of batches whose forward came to nothing. Reads the host."""
-    ends = numbers.read([forward.loss for forward in lost if forward.loss is not None])
-    kinds = [kind for kind in (numbers.kind(*pair) for pair in ends) if kind is not None]
-    text = "%d batches had a forward and no backward of their own" % len(lost)
-    if not kinds:
+def lost_losses(lost: Sequence[Lost]) -> list[str | None]:
+    """nan, +inf or -inf of the loss of each forward that got no backward; None where it is finite or unknown."""
+    return _kinds([each.forward.seen + (each.forward.losses if each.sure else []) for each in lost])
+
+
+def any_bad_loss(waiting: Sequence[Forward]) -> bool:
+    """Whether a loss of a forward that waits for its backward is non-finite. Reads the host if there are losses."""
+    return any(_kinds([each.seen + each.losses for each in waiting]))
+
+
+def _kinds(ranges: Sequence[list[torch.Tensor]]) -> list[str | None]:
+    ends = iter(numbers.read([pair for pairs in ranges for pair in pairs]))
+    kinds = [[numbers.kind(*next(ends)) for _ in pairs] for pairs in ranges]
+    return [next((kind for kind in found if kind is not None), None) for found in kinds]
+
+
+def without_backward(kinds: Sequence[str | None]) -> tuple[str, dict[str, Any]]:
+    """Text and values of batches whose forward came to nothing, by what their losses were."""
+    count = "1 batch" if len(kinds) == 1 else "%d batches" % len(kinds)
+    text = "%s had a forward and no backward" % count
+    bad = [kind for kind in kinds if kind is not None]
+    if not bad:
         return text, {}
-    return "%s; the loss that the module returned was %s" % (text, kinds[0]), {"loss": kinds[0]}
+    return "%s; the loss was %s" % (text, bad[0]), {"loss": bad[0]}
+
+
+def without_gradients(names: Sequence[str]) -> str:
+    """Parameters that should have got a gradient; the first ones by name."""
+    count = "1 parameter that requires" if len(names) == 1 else "%d parameters that require" % len(names)
+    more = ", ..." if len(names) > NAMED else ""
+    return "%s a gradient had none at the first step: %s%s" % (count, ", ".join(names[:NAMED]), more)
 
 
 def repaired(bad: Sequence[Bad], optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, list[str]]]:

@@ -50,7 +50,8 @@ class Walk:
         self.kernels: dict[str, int] = {}
         self.casts: int | None = 0
         self.parents: dict[Node, Node] = {}
-        self._walk([node for node in map(self._entry, roots) if node is not None])
+        self.entries = [node for node in map(self._entry, roots) if node is not None]
+        self._walk(list(self.entries))
 
     def _entry(self, root: Any) -> Node | None:
         """The node where the walk starts; a root that is a leaf itself has none, nor has a constant."""
@@ -85,6 +86,10 @@ class Walk:
     def _leaf(self, variable: torch.Tensor, node: Node, index: int) -> None:
         self.leaves[id(variable)] = variable
         self.uses.setdefault(id(variable), []).append((node, index))
+
+    def results(self) -> set[int]:
+        """Sequence numbers of all nodes: what a forward returned is known by its own."""
+        return {node._sequence_nr() for node in {*self.entries, *self.parents}}
 
     def use_name(self, node: Node | None) -> str:
         """lookup or head, with the first consumer that is neither a view nor a cast."""

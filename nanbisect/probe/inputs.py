@@ -20,6 +20,8 @@ TENSORS = 16  # looked at in a batch
 LISTED = 256  # ids or indices written
 TEXT = 200  # characters of one id
 LARGE = 1 << 20  # elements; of a larger tensor only a part is summed
+BESIDE = ("attention_mask", "labels", "position_ids", "cache_position")  # tensors that are much the same in all records
+SPREAD = 0x9E3779B97F4A7C1  # keeps two sums apart in one integer
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Work = TypeVar("Work", bound=Callable[..., Any])
@@ -130,6 +132,32 @@ def _ids(value: Any) -> list[Any] | None:
 
 
 @tolerant
+def contents(found: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """One integer a row of the batch, on its device: the same for the same record in any batch.
+
+    Neither zeros nor what attention_mask leaves out count, so padding changes nothing; nor does the order within a
+    row. None for large tensors.
+    """
+    name, tensor = _main(found)
+    if tensor is None or tensor.numel() > LARGE or not tensor.numel():
+        return None
+    mask, part = found.get("attention_mask"), tensor.detach()
+    if name == "input_ids" and mask is not None and mask.shape == part.shape:
+        part = part * mask.to(part.dtype)
+    part = torch.view_as_real(part) if part.is_complex() else part
+    bits = part.reshape(part.shape[0], -1).contiguous().view(BITS[part.element_size()]).long()
+    return bits.sum(1) * SPREAD + (bits * bits).sum(1)
+
+
+def _main(found: Mapping[str, torch.Tensor]) -> tuple[str, torch.Tensor | None]:
+    """The tensor that tells records apart: the token ids, else the first that has a row for each."""
+    usable = {name: tensor for name, tensor in found.items() if tensor.layout is torch.strided and tensor.dim()}
+    many = [name for name, tensor in usable.items() if tensor.shape[0] == rows(found) and name not in BESIDE]
+    name = "input_ids" if "input_ids" in many else many[0] if many else ""
+    return name, usable.get(name)
+
+
+@tolerant
 def padding(found: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     """Zeros of a 2-D attention mask, on its device."""
     mask = found.get("attention_mask")
@@ -145,10 +173,22 @@ def valid_labels(found: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
 
 @tolerant
 def own_loss(output: Any) -> torch.Tensor | None:
-    """Range of the loss that a module returns by itself: `loss`, or a single number, alone or first of a tuple."""
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    """Range of the loss that a module returns by itself: `loss`, or a plain number, alone or first of a tuple.
+
+    A number that needs no gradient (a metric's) is no loss, nor is an output that has a shape.
+    """
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    loss = output if named is None else named
     loss = loss[0] if isinstance(loss, tuple) and loss else loss
-    return numbers.ends(loss) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
+    if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+        return None
+    return numbers.ends(loss) if loss.dim() == 0 or (named is not None and loss.numel() == 1) else None
+
+
+def results(output: Any) -> set[int]:
+    """Sequence numbers of the nodes that made a module's output."""
+    found = tensors(output) or {}
+    return {tensor.grad_fn._sequence_nr() for tensor in found.values() if tensor.grad_fn is not None}
 
 
 def call_arguments(args: Any) -> tuple[Any, Mapping[str, Any]]:

@@ -18,6 +18,7 @@ def install_libraries(observer: Observer, guard: Guard, wrap_clip: Callable[[str
 
     def trainer(module: Any) -> None:
         _wrap_log(module.Trainer, guard(functools.partial(_logged, observer), "Trainer.log"))
+        _wrap_step(module.Trainer, guard(functools.partial(_trained, observer), "Trainer.training_step"))
 
     def fsdp(module: Any) -> None:
         sharded = module.FullyShardedDataParallel
@@ -38,6 +39,24 @@ def _wrap_log(trainer: Any, logged: Any) -> None:
     trainer.log = log
 
 
+def _wrap_step(trainer: Any, trained: Any) -> None:
+    real = getattr(trainer, "training_step", None)
+    if real is None:
+        return
+
+    @functools.wraps(real)
+    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = real(self, *args, **kwargs)
+        trained(getattr(getattr(self, "args", None), "logging_nan_inf_filter", None))
+        return loss
+
+    trainer.training_step = training_step
+
+
+def _trained(observer: Observer, filtering: Any) -> None:
+    observer.steps.filtering = bool(filtering)
+
+
 def _logged(observer: Observer, filtering: Any, logs: Any) -> None:
     """Compare what the Trainer says with what was handed to backward since it spoke last."""
     if not isinstance(logs, Mapping) or "loss" not in logs:
@@ -51,9 +70,10 @@ def _logged(observer: Observer, filtering: Any, logs: Any) -> None:
         how = "its NaN filter (logging_nan_inf_filter) is on" if filtering else "its NaN filter is off"
         text = "the Trainer logged loss %g where %s was handed to backward: %s" % (loss, raw, how)
         observer.steps.repair("loss_filtered", text, values={"raw": raw, "logged": loss})
-    elif loss == 0.0 and norm is not None and not math.isfinite(norm):
+    elif loss == 0.0 and norm is not None and not math.isfinite(norm) and not observer.steps.zero_loss:
         text = "the Trainer logged loss 0.0 with gradient norm %g" % norm
         observer.steps.repair("zero_loss_with_bad_norm", text, values={"logged": loss, "norm": norm})
+    observer.steps.zero_loss = 0
 
 
 def _float(value: Any) -> float | None:

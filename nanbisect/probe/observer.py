@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import weakref
 from typing import Any, Callable, NamedTuple, Sequence
 
@@ -20,11 +21,14 @@ from .names import Names, dropout_active, sharded_paths, smallest_holder, unsave
 from .partial import reason
 from .steps import Steps
 from .stopping import Stopper
+from .unhanded import Unhanded
 from .window import Clock, Flag, Loss, Window
 
 SEARCHES = 3  # walks over all objects alive, to find a module that training never calls
 USES = 16  # uses of one tensor looked at one by one; a recurrent weight has hundreds
 TINY = 1 << 10  # scaled losses remembered at most
+TEXT = 200  # characters of an error's message
+LOSSES = 16  # kept of one forward
 
 
 class Root(NamedTuple):
@@ -57,6 +61,8 @@ class Observer:
         self.checked = False
         self.finished = 0  # the process that wrote its last line
         self.searches = 0
+        self.unhanded = Unhanded()
+        self.threads: set[int] = set()  # that called a model
         self.sharded: dict[int, str] = {}
 
     def forked(self) -> None:
@@ -89,9 +95,14 @@ class Observer:
         if self.finished == os.getpid():
             return
         self.finished = os.getpid()
+        self.leaving()
+        self.steps.ended = True
         self.steps.end("exit")
-        count = self.steps.count
-        self.journal.exit(steps=count.steps, backwards=count.backwards, events=self.steps.events)
+        count, wanted = self.steps.count, self.stopper.limits.steps
+        self.journal.exit(
+            steps=count.steps, backwards=count.backwards, events=self.steps.events,
+            short=wanted if self.stopper.short(count) else 0, unfinished=self.steps.unfinished,
+        )  # fmt: skip
 
     # forward -----------------------------------------------------------------------------------
 
@@ -113,7 +124,38 @@ class Observer:
                 self._new_root(module)
             if not any(module in root.parts for root in self.called.values()):
                 self.called[id(module)] = self.roots[id(module)]
-                self.steps.forward(Forward(type(module).__name__, inputs.tensors([args, kwargs]) or {}))
+                self._called(Forward(type(module).__name__, inputs.tensors([args, kwargs]) or {}, id(module)))
+
+    def _called(self, forward: Forward) -> None:
+        waiting = self._waiting()
+        if waiting is not None and waiting.key == forward.key:
+            self.unhanded.look(waiting)
+        self.threads.add(threading.get_ident())
+        self.steps.forward(forward)
+
+    def _waiting(self) -> Forward | None:
+        """The last forward, if its backward has not come."""
+        forwards = self.window.forwards
+        return forwards[-1] if forwards and forwards[-1].micro is None else None
+
+    def asked(self, loss: torch.Tensor) -> None:
+        """The script (not the probe) looks at a number that it could call backward on."""
+        waiting = None if self.clock.nested else self._waiting()
+        ends = numbers.ends(loss) if waiting is not None and len(waiting.seen) < LOSSES else None
+        if waiting is not None and ends is not None:
+            waiting.seen.append(ends)
+
+    def leaving(self) -> None:
+        """The script is about to end the process or a thread, for a reason of its own: what it holds is still there."""
+        waiting = self._waiting()
+        if waiting is not None:
+            self.unhanded.look(waiting, last=True)
+
+    def died(self, error: str) -> None:
+        """An error ends a thread, and nobody else hears of it."""
+        if threading.get_ident() in self.threads:
+            self.leaving()
+            self.journal.write("died", thread=threading.current_thread().name, error=error)
 
     def learn(self, module: torch.nn.Module) -> None:
         """A loop hands over its whole model before the first step."""
@@ -158,10 +200,16 @@ class Observer:
         leaves = [handle() for handle in list(self.window.leaves.values())]
         return [leaf for leaf in leaves if leaf is not None and self.names.named(leaf)]
 
-    def returned(self, output: Any) -> None:
-        """A root's forward is over: keep the loss that it returned, in case that it goes no further."""
-        if self.window.forwards:
-            self.window.forwards[-1].loss = inputs.own_loss(output)
+    def returned(self, module: torch.nn.Module, output: Any) -> None:
+        """A root's forward is over: keep the loss that it (or a loss function) returned, and how to know it again."""
+        forward = self.window.forwards[-1] if self.window.forwards else None
+        if forward is None:
+            return
+        loss = inputs.own_loss(output)
+        if loss is not None and len(forward.losses) < LOSSES:
+            forward.losses.append(loss)
+        if id(module) == forward.key:
+            forward.result = inputs.results(output)
 
     def gathered(self, module: torch.nn.Module) -> None:
         """A module of FSDP2's has worked, and still has its whole parameters."""
@@ -190,6 +238,8 @@ class Observer:
             self.steps.begin_backward()
             self.called = {}
         walk = Walk(roots)
+        if not nested:
+            self.steps.claim(walk)
         kernels = self.window.kernels
         for name, count in walk.kernels.items():
             kernels[name] = kernels.get(name, 0) + count
@@ -201,6 +251,11 @@ class Observer:
         for leaf in leaves:
             self.hook(leaf)
         return [handle for leaf in leaves for handle in self._hook_uses(leaf, walk)]
+
+    def raised(self, error: Exception) -> None:
+        """The outermost backward raised: a script may swallow that, and the NaN with it."""
+        kind = type(error).__name__
+        self.steps.backward_raised("backward raised %s: %s" % (kind, " ".join(str(error).split())[:TEXT]))
 
     def leave(self, hooks: Sequence[Any] | None, nested: bool) -> None:
         """The backward call is over (or has raised)."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import sys
 import threading
 import types
 from multiprocessing import util
@@ -24,9 +25,10 @@ from .guard import Guard, compiling
 from .inputs import call_arguments
 from .libraries import install_libraries
 from .loading import install_loaders
-from .observer import Observer
+from .observer import TEXT, Observer
 from .scaling import absorbed, install_scaler
 from .steps import inside_backward
+from .unhanded import install_questions
 
 CLIPS = ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_")
 
@@ -44,6 +46,8 @@ def install(observer: Observer) -> Guard:
     _clipping(observer, guard)
     install_scaler(observer, guard)
     install_loaders(observer, guard)
+    install_questions(guard(observer.asked, "loss"), compiling)
+    _endings(observer, guard)
     os.register_at_fork(after_in_child=guard(observer.forked, "fork"))
     observer.stopper.finish = guard(observer.finish, "at exit")
     atexit.register(observer.stopper.finish)
@@ -54,6 +58,7 @@ def install(observer: Observer) -> Guard:
 def _backward(observer: Observer, guard: Guard) -> None:
     real: Any = torch.autograd.backward
     enter, leave = guard(observer.backward, "backward"), guard(observer.leave, "after backward")
+    raised = guard(observer.raised, "after backward")
 
     @functools.wraps(real)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -68,10 +73,37 @@ def _backward(observer: Observer, guard: Guard) -> None:
             hooks = enter(tensors, nested)
         try:
             real(tensors, *args, **kwargs)
+        except Exception as error:
+            if not nested:
+                raised(error)
+            raise
         finally:
             leave(hooks, nested)
 
     torch.autograd.backward = backward
+
+
+def _endings(observer: Observer, guard: Guard) -> None:
+    """The ways in which a script ends by itself while what it saw is still there."""
+    leaving, died, finish = (guard(work, "at exit") for work in (observer.leaving, observer.died, observer.finish))
+    real_exit, real_now, real_hook = sys.exit, os._exit, threading.excepthook
+
+    @functools.wraps(real_exit)
+    def leave(*status: Any) -> Any:
+        leaving()
+        real_exit(*status)
+
+    @functools.wraps(real_now)
+    def leave_now(*status: Any, **named: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():  # a watchdog's thread must not wait for a device
+            finish()
+        real_now(*status, **named)
+
+    def excepthook(args: Any, /) -> Any:
+        died(repr(args.exc_value)[:TEXT])
+        return real_hook(args)
+
+    sys.exit, os._exit, threading.excepthook = leave, leave_now, excepthook
 
 
 def _leaf_hooks(observer: Observer, guard: Guard) -> None:
@@ -125,7 +157,7 @@ def _forward(observer: Observer, guard: Guard) -> None:
         if not compiling() and torch._C._current_graph_task_id() == -1:
             depth.value = max(0, getattr(depth, "value", 0) - 1)
             if not depth.value and module.training and torch.is_grad_enabled():
-                returned(output)
+                returned(module, output)
 
     modules.register_module_forward_pre_hook(before)
     modules.register_module_forward_hook(after, always_call=True)

@@ -44,6 +44,7 @@ EVENTS: Dict[str, Dict[str, str]] = {
         "bad": "how many distinct tensors showed it",
         "of": "how many were looked at",
         "scale": "the GradScaler's scale, where there is one",
+        "backward": "false for a loss that the script did not hand to backward",
     },
     "step": {
         "step": "number of the step",
@@ -69,8 +70,8 @@ EVENTS: Dict[str, Dict[str, str]] = {
     "repair": {
         "step": "step in which it happened",
         "code": "gradients_set_to_none, gradients_repaired, scaler_skip, dropped_step, infinite_buffer, "
-        "nan_buffer, "
-        "zero_after_inf, loss_filtered, zero_loss_with_bad_norm, no_gradient, forward_without_backward",
+        "nan_buffer, zero_after_inf, loss_filtered, zero_loss_with_bad_norm, no_gradient, forward_without_backward, "
+        "backward_raised",
         "text": "one sentence",
         "tensors": "names of what was repaired",
         "values": "numbers that show it, by name",
@@ -83,7 +84,9 @@ EVENTS: Dict[str, Dict[str, str]] = {
         "matched": "how the served batch was found: content, order (not certain), or null",
         "indices": "rows of the dataset, as the data loader asked for them; null where that is unknown",
         "records": "ids that the batch carried, as texts; null where it carried none",
+        "contents": "a mark of each row's content, where there are neither rows of a dataset nor ids; else null",
         "shapes": "shape of each tensor handed to the module, by name or position",
+        "backward": "false for a batch with a non-finite loss that the script did not hand to backward",
         "padding": "zeros of a 2-D attention_mask",
         "valid_labels": "labels other than -100",
     },
@@ -100,6 +103,9 @@ EVENTS: Dict[str, Dict[str, str]] = {
         "backwards": "outermost backward calls",
         "events": "non-finite events, of which the first few are written",
         "repairs": "code -> times",
+        "short": "optimizer steps that were wanted, where the training ended by itself before; else 0",
+        "unfinished": "whether it ended after a forward that had no backward, and whose loss is not known",
     },
+    "died": {"thread": "a thread that trained and ended by an error", "error": "the error"},
     "probe_error": {"where": "what the probe was doing", "error": "what went wrong"},
 }

@@ -17,18 +17,21 @@ import torch
 
 from . import findings, numbers
 from .account import FIRST_BAD, account
-from .batches import Batches, Forward
+from .batches import Batches, Forward, Lost
+from .graph import Walk
 from .journal import Journal, rank, shared
 from .names import Names
 from .ownership import others, owned, state_of, without_gradient
 from .stopping import Count
 from .window import Bad, BufferFlag, Clock, Entry, LossValue, Surfaced, Window
 
-UNPAIRED = 64  # forwards that wait for a backward: the first half and the latest
+UNPAIRED = 64  # forwards that wait for a backward: the first half and the latest, of very many
+CROWDED = 96  # of them, and the middle is dropped
 PAIRED_AT = 256  # forwards looked up at once, whatever the accumulation
 EVENTS = 4  # non-finite events written; the first is the one that counts
 STATE_ALWAYS = 64  # steps after each of which the optimizer's state is looked at, then every fifth
 STATE_EVERY = 5
+ANOMALY = " returned nan values in its "  # torch.autograd.detect_anomaly
 
 
 def inside_backward() -> bool:
@@ -53,6 +56,10 @@ class Steps:
         self.events = 0
         self.count = Count()
         self.unlogged: str | None = None  # a non-finite loss that no log has told of yet
+        self.filtering = False  # transformers' Trainer keeps such losses out of its log
+        self.zero_loss = 0  # step of a loss of exactly 0 beside a non-finite norm
+        self.ended = False  # the process ends: no backward will come
+        self.unfinished = False  # it ended after a forward whose loss is not known
         self.scaler: weakref.ref[Any] | None = None
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.excused: dict[str, str] = {}  # buffers with a non-finite value that is no event by itself, and its kind
@@ -92,15 +99,24 @@ class Steps:
         """An outermost backward starts. Carried evidence stays only if it is still in the gradients."""
         window = self.window
         window.micro += 1
-        for forward in window.forwards:
-            forward.micro = window.micro if forward.micro is None else forward.micro
-        if len(window.forwards) >= PAIRED_AT:
-            self._pair()
         if window.carried:
             window.carried = [bad for bad in window.carried if findings.still(bad)]
         if window.deferred is not None and window.micro == 0:
             left = [bad for bad in window.deferred.bad if findings.still(bad)]
             window.deferred = window.deferred._replace(bad=left) if left else None
+
+    def claim(self, walk: Walk) -> None:
+        """The forwards that this backward goes through are of its micro-batch; those that it passes by wait on."""
+        waiting = [forward for forward in self.window.forwards if forward.micro is None]
+        results = walk.results() if len(waiting) > 1 else set()
+        used = [forward for forward in waiting if not forward.result.isdisjoint(results)]
+        for forward in used or waiting:
+            forward.micro, forward.used, forward.passed = self.window.micro, bool(used), None
+        for forward in waiting:
+            if forward.micro is None and forward.passed is None:
+                forward.passed = self.window.micro
+        if len(self.window.forwards) >= PAIRED_AT:
+            self._pair(passed=False)
 
     def judge(self) -> None:
         """Read the losses and gradients that arrived since the last reading, before anything can change them."""
@@ -130,22 +146,49 @@ class Steps:
         Of very many before one backward (a recurrent cell, a script that evaluates in training mode) the
         first and the latest are kept: one of them has the batch.
         """
-        forwards = self.window.forwards
-        forwards.append(forward)
-        waiting = [index for index, each in enumerate(forwards) if each.micro is None]
-        if len(waiting) > UNPAIRED:
-            del forwards[waiting[UNPAIRED // 2]]
+        waiting = [each for each in self.window.forwards if each.micro is None]
+        if len(waiting) >= CROWDED:
+            self._thin(waiting)
+        self.window.forwards.append(forward)
 
-    def _pair(self) -> None:
-        forwards, self.window.forwards = self.window.forwards, []
+    def _thin(self, waiting: list[Forward]) -> None:
+        """Drop those in the middle; a script whose losses are non-finite skips them, and may never call backward."""
+        if findings.any_bad_loss(waiting):
+            self._pair(every=True)
+        else:
+            dropped = waiting[UNPAIRED // 2 : -(UNPAIRED // 2)]
+            self.window.forwards = [each for each in self.window.forwards if each not in dropped]
+
+    def _pair(self, *, every: bool = False, passed: bool = True) -> None:
+        """Look up the batches of forwards; those that may still get a backward wait on, unless `every` is set.
+
+        `passed`: one that a backward has passed by gets none any more, since the step is about to be judged.
+        """
+        waiting = [each for each in self.window.forwards if each.micro is None]
+        kept = [] if every else [each for each in waiting if each.passed is None or not passed]
+        forwards = [each for each in self.window.forwards if each not in kept]
+        self.window.forwards = kept
         if not forwards:
             return
-        lines, lost = self.batches.lines(forwards, self.window.step)
+        lines, lost = self.batches.lines(forwards, self.window.step, ended=self.ended)
         for fields in lines:
             self.journal.write("batch", rank=rank(), **fields)
-        if lost:
-            text, values = findings.without_backward(lost)
-            self.repair("forward_without_backward", text, values=values)
+        kinds = findings.lost_losses(lost)
+        skipped = [(each, kind) for each, kind in zip(lost, kinds) if each.told or kind is not None]
+        if skipped:
+            text, values = findings.without_backward([kind for _, kind in skipped])
+            self.repair("forward_without_backward", text, values=values, step=self.window.step)
+        for each, kind in skipped:
+            if kind is not None:
+                self._skipped(each, kind)
+        self.unfinished = self.ended and bool(lost) and lost[-1].forward.micro is None and kinds[-1] is None
+
+    def _skipped(self, lost: Lost, kind: str) -> None:
+        """The script had a non-finite loss, saw it and went on: no backward would ever show it."""
+        forward = lost.forward
+        micro = next((each for each in (forward.micro, forward.passed) if each is not None), self.window.micro + 1)
+        self.journal.write("batch", rank=rank(), **{**lost.line, "micro_batch": micro, "backward": False})
+        self._event("loss", kind, [], micro, len(self.window.leaves), step=self.window.step, backward=False)
 
     def _surface(self, losses: list[LossValue], fresh: list[Bad]) -> None:
         """The first non-finite value read: the loss of a micro-batch stands before its gradients."""
@@ -170,6 +213,14 @@ class Steps:
         self.window.surfaced = True
         entries = [bad.entry for bad in found.bad]
         self._event(found.phase, found.value, entries, found.micro, max(len(self.window.leaves), len(entries)))
+
+    def backward_raised(self, text: str) -> None:
+        """No gradient may show it: anomaly mode raises before the NaN reaches a parameter."""
+        self.judge()
+        self.repair("backward_raised", text)
+        if ANOMALY in text and not self.window.surfaced and not self._scaling():
+            self.window.surfaced = True
+            self._event("backward", "nan", [], self.window.micro_batch, len(self.window.leaves))
 
     # GradScaler --------------------------------------------------------------------------------
 
@@ -242,8 +293,7 @@ class Steps:
         if first and self.window.seen:
             lost = without_gradient(optimizer, self.names, self.window)
             if lost:
-                text = "%d parameters that require a gradient had none at the first step" % len(lost)
-                self.repair("no_gradient", text, lost)
+                self.repair("no_gradient", findings.without_gradients(lost), lost)
         for code, text, names in findings.repaired(self.window.all_bad(), optimizer):
             self.repair(code, text, names)
 
@@ -263,19 +313,37 @@ class Steps:
             text = "step %d was dropped: gradients set to None, no optimizer step" % window.step
             self.repair("dropped_step", text)
         norm = findings.host_norm(window.norm)
+        self._check_zero_loss(norm)
         self._check_norm(norm, how)
         self._check_after(how == "step", optimizer)
         if how == "exit":
-            self._pair()
+            self._pair(every=True)
+            self._tell_filtered()
         if window.seen:
             self.journal.write("step", **account(window, how, norm, self.clock))
             self.count.ended(how, window.micro + 1)
         self.window = Window(window.step + window.seen, others(window.all_bad(), optimizer), waiting)
         self.window.forwards = window.forwards  # of a step that has no backward yet
 
+    def _tell_filtered(self) -> None:
+        """A Trainer that was ended before its next log line would have shown a finite loss there."""
+        if self.filtering and self.unlogged is not None:
+            text = "the Trainer's NaN filter (logging_nan_inf_filter) keeps %s, handed to backward, out of its log"
+            self.repair("loss_filtered", text % self.unlogged, values={"raw": self.unlogged})
+
     def _number(self) -> int:
         """The step that the work belongs to: the one before, if no backward was seen since."""
         return self.window.step if self.window.seen else max(1, self.window.step - 1)
+
+    def _check_zero_loss(self, norm: float | None) -> None:
+        """A loss of exactly 0 looks like success; a NaN replaced by 0 after the fact looks so, too."""
+        losses = self.window.loss_values
+        bad = self.window.bad or (norm is not None and not math.isfinite(norm))
+        if losses and bad and all(loss.handed == 0.0 for loss in losses):
+            self.zero_loss = self.window.step
+            what = "gradients were non-finite" if norm is None else "the gradient norm was %g" % norm
+            text = "the loss handed to backward was 0.0, and %s" % what
+            self.repair("zero_loss_with_bad_norm", text, values={"loss": 0.0, "norm": norm})
 
     def _check_norm(self, norm: float | None, how: str) -> None:
         window = self.window
@@ -339,21 +407,23 @@ class Steps:
 
     # writing -----------------------------------------------------------------------------------
 
-    def _event(self, phase: str, value: str, bad: list[Entry], micro: int, of: int, *, step: int | None = None) -> None:
+    def _event(
+        self, phase: str, value: str, bad: list[Entry], micro: int, of: int, *,
+        step: int | None = None, backward: bool = True,
+    ) -> None:  # fmt: skip
         self.events += 1
         if self.events > EVENTS:
             return
         self.journal.write(
             "nonfinite",
             step=self.window.step if step is None else step, micro_batch=micro, rank=rank(), phase=phase,
-            value=value, tensors=bad[:FIRST_BAD], bad=len(bad), of=of, scale=self.window.scale,
+            value=value, tensors=bad[:FIRST_BAD], bad=len(bad), of=of, scale=self.window.scale, backward=backward,
         )  # fmt: skip
 
     def repair(
-        self, code: str, text: str, tensors: Sequence[str] = (), *, values: Mapping[str, Any] | None = None
-    ) -> None:
+        self, code: str, text: str, tensors: Sequence[str] = (), *,
+        values: Mapping[str, Any] | None = None, step: int | None = None,
+    ) -> None:  # fmt: skip
         """Something was repaired without a word; `values`: numbers that show it."""
-        listed = list(tensors[:FIRST_BAD])
-        self.journal.write(
-            "repair", step=self._number(), code=code, text=text, tensors=listed, values=dict(values or {})
-        )
+        listed, number = list(tensors[:FIRST_BAD]), self._number() if step is None else step
+        self.journal.write("repair", step=number, code=code, text=text, tensors=listed, values=dict(values or {}))

@@ -56,6 +56,11 @@ class Stopper:
         allowed = limits.backwards or limits.steps * count.accumulation
         return "backwards" if allowed and count.backwards + under_way >= allowed else None
 
+    def short(self, count: Count) -> bool:
+        """Whether a training that ends now was to go further."""
+        wanted = self.limits.steps
+        return bool(wanted) and count.steps < wanted and count.backwards < wanted * max(1, count.accumulation)
+
     def stop(self, why: str, count: Count, under_way: int) -> None:
         """Raise SystemExit, or end the process where that was swallowed or would only end a thread."""
         self.tries += 1

@@ -138,6 +138,11 @@ class Clock:
         if self.local.depth == 0:
             self.seconds += time.perf_counter() - self.local.since
 
+    @property
+    def nested(self) -> bool:
+        """Whether the work of now runs inside other work of the probe."""
+        return getattr(self.local, "depth", 0) > 1
+
     def take(self) -> float:
         """Seconds since the last take, the running work included."""
         now = time.perf_counter()

@@ -62,7 +62,7 @@ def pair_of(inputs: RunInputs, levels: Mapping[str, Sequence[str]], witnesses: S
     if not matching:
         return None
     failing = (only or matching)[0]
-    near = _nearest(failing, inputs.finite, witnesses)
+    near = _nearest(failing, [r for r in inputs.finite if r.cell.number not in inputs.attribution.strangers], witnesses)
     beside = _example(inputs, near, _differing(failing, near)) if near else None
     return Pair(_example(inputs, failing), beside)
 

@@ -82,13 +82,16 @@ def loaded_bad(failing: Sequence[CellResult]) -> str:
 
 def smears(failing: Sequence[CellResult]) -> str | None:
     """What a check after clipping would have blamed, and in how many failing cells it would mislead."""
-    misled = [smear for result in failing if (smear := _smear(result)) and smear.misleads]
-    if not misled:
+    known = [smear for result in failing if (smear := _smear(result))]
+    misled = [smear for smear in known if smear.misleads]
+    if not known:
         return None
-    first = misled[0]
+    first = [*misled, *known][0]
+    said = f"A check after clipping would have blamed {one_line(first.blamed)} ({first.bad} of {first.numel} elements)"
+    if not misled:
+        return f"{said} too: that is where the first non-finite gradient arrived."
     return (
-        f"A check after clipping would have blamed {one_line(first.blamed)} ({first.bad} of {first.numel} elements); "
-        f"the first gradient to arrive non-finite was {one_line(first.first)}. "
+        f"{said}; the first gradient to arrive non-finite was {one_line(first.first)}. "
         f"Such a check would mislead in {len(misled)} of {counted(len(failing), 'failing cell')}."
     )
 
@@ -120,7 +123,7 @@ def _place(group: Sequence[CellResult]) -> Place:
         kind=kind_of(first) or "",
         cells=tuple(result.cell.number for result in group),
         parameters=site.parameters if site else (),
-        records=first.outcome.suspects if first.outcome else (),
+        records=first.outcome.named_suspects if first.outcome else (),
         of_what=of_what(site) if site else "step",
         origin=next(origins, None),
     )

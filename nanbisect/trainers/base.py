@@ -17,6 +17,7 @@ from nanbisect.executors.base import WarmStart
 from nanbisect.matrix import Cell, Matrix, Vocabulary
 
 PROBE = Path(__file__).parent.parent / "probe"
+FOLDER = "NANBISECT_PROBE"  # the variable that names the folder of events, in every process below
 
 
 @dataclass(frozen=True)
@@ -80,4 +81,4 @@ def together(*looks: Callable[[], object]) -> None:
 def probe_environment(folder: Path, inherited: Mapping[str, str]) -> dict[str, str]:
     """The variables that put the probe into every Python process below, with events in `folder`."""
     paths = [str(PROBE / "site"), *filter(None, inherited.get("PYTHONPATH", "").split(":"))]
-    return {"PYTHONPATH": ":".join(paths), "NANBISECT_PROBE": str(folder)}
+    return {"PYTHONPATH": ":".join(paths), FOLDER: str(folder)}

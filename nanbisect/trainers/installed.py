@@ -8,6 +8,7 @@ need torch, in a process of its own.
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.util
 import json
 import os
@@ -27,6 +28,7 @@ PACKAGES = (
     *("transformers", "accelerate", "flash-attn", "numpy", "trl", "peft", "deepspeed"),
     *("llamafactory", "ms-swift", "axolotl", "liger-kernel"),
 )
+VERSION = re.compile(r"^__version__\b[^=\n]*=\s*['\"]([^'\"]+)", re.MULTILINE)
 GPUS = """
 import json, torch
 there = torch.cuda.is_available()
@@ -69,7 +71,7 @@ def main(arguments: list[str]) -> int:
 
 def environment(job: dict[str, Any]) -> dict[str, Any]:
     """Versions and devices, as a report shows them. Raises Unusable without a torch that the probe works with."""
-    torch = version("torch") if job["known"] else None
+    torch = torch_version() if job["known"] else None
     if job["known"]:
         check_torch(torch)
     found = gpus(job["device"]) if job["device"] != "cpu" else {"cuda": None, "gpus": []}
@@ -114,6 +116,18 @@ def version(name: str) -> str | None:
     except metadata.PackageNotFoundError:
         module = name.replace("-", "_")
         return "unknown" if importlib.util.find_spec(module) is not None else None
+
+
+def torch_version() -> str | None:
+    """Of the torch that an import would get: its own word, since the metadata may be another's."""
+    spec = importlib.util.find_spec("torch")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for name in ("version.py", "__init__.py"):
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                found = VERSION.search(Path(folder, name).read_text(encoding="utf-8"))
+                if found:
+                    return found[1]
+    return version("torch") if spec else None
 
 
 def gpus(device: str) -> dict[str, Any]:

@@ -101,10 +101,20 @@ class TorchFinder(importlib.abc.MetaPathFinder):
         return None
 
 
+def mark(folder: str) -> None:
+    """Leave an empty file that says: PYTHONPATH reached a Python process, whatever it imports."""
+    try:
+        os.close(os.open(os.path.join(folder, "reached"), os.O_WRONLY | os.O_CREAT, 0o644))
+    except OSError:  # the folder is gone or full: what comes next will say so
+        return
+
+
 def arm() -> None:
     """Install now if torch is there already (a .pth file may import it), else when it comes."""
-    if not os.environ.get("NANBISECT_PROBE"):
+    folder = os.environ.get("NANBISECT_PROBE")
+    if not folder:
         return
+    mark(folder)
     if "torch" in sys.modules:
         try_load_probe()
     else:
