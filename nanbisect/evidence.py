@@ -216,9 +216,14 @@ def _blind(evidence: Evidence) -> tuple[Status, str] | None:
 
 
 def _told_to_the_end(evidence: Evidence) -> bool:
-    """Whether every training process wrote its last line: a lost tail would hide what it held."""
-    ends = len(evidence.events("exit")) + sum(bool(line["forced"]) for line in evidence.events("stopped"))
-    return ends >= len(evidence.events("self_check"))
+    """Whether every training process told all it saw: a lost tail would hide what it held.
+
+    One that was to stop after so many steps has judged the last of them by then; whether it leaves in good order or
+    is ended by its launcher (when another rank aborts at its exit, as gloo's do now and then) is no matter.
+    """
+    stops = [line for line in evidence.events("stopped") if line["forced"] or line["why"] == "steps"]
+    told = {ranks.process_of(line) for line in (*evidence.events("exit"), *stops)}
+    return told >= {ranks.process_of(line) for line in evidence.events("self_check")}
 
 
 def _all_finite(step: Line) -> bool:
