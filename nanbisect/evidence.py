@@ -8,6 +8,7 @@ that the probe was awake and that its settings took effect.
 from __future__ import annotations
 
 import itertools
+import re
 import signal
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from nanbisect import ranks
 from nanbisect.outcome import Note, Outcome, Site, Smear, Status, number
 
 Line = Mapping[str, Any]
+ABORT = re.compile(r"exitcode\s*:\s*-6\b|SIGABRT|terminate called without an active exception")
 SHOWN = 8  # parameters kept in a site
 OF_A_MICRO_BATCH = ("loss", "backward", "forward")  # phases whose micro-batch is known; the others are of a whole step
 
@@ -156,8 +158,8 @@ def _ended_badly(evidence: Evidence) -> tuple[Status, str] | None:
         return Status.OUT_OF_MEMORY, str(evidence.end.get("text"))
     if ending.oom_kill:
         return Status.OUT_OF_MEMORY, "the kernel ended the process because the machine was out of memory"
-    if how is None and not evidence.diary and (ending.code == 0 or evidence.events("stopped")):
-        return None  # a command says nothing of itself; after a stop of ours its code is noise (gloo aborts at exit)
+    if how is None and not evidence.diary and (ending.code == 0 or evidence.events("stopped") or _aborted(evidence)):
+        return None  # a command says nothing of itself; after a stop of ours its code is noise
     if ending.signal is not None:
         return _signalled(ending.signal)
     if how == "error":
@@ -168,6 +170,21 @@ def _ended_badly(evidence: Evidence) -> tuple[Status, str] | None:
         last = f": {evidence.log_tail[-1]}" if evidence.log_tail else ""
         return Status.FAILED, f"the training exited with code {ending.code} and did not say why{last}"
     return None
+
+
+def _aborted(evidence: Evidence) -> bool:
+    """Whether ranks were all done in good order, and one of them then aborted: a plain DDP script under gloo does so
+    now and then, after its Python has ended, and its launcher ends the others."""
+    tail = "\n".join(evidence.log_tail)
+    codes = set(re.findall(r"exitcode\s*:\s*(-?\d+)", tail))
+    return (
+        ranks.world(evidence.probe) > 1
+        and not evidence.events("raised")
+        and {ranks.process_of(line) for line in evidence.events("exit")}
+        >= {ranks.process_of(line) for line in evidence.events("self_check")}
+        and codes <= {"0", f"-{signal.SIGABRT.value}", f"-{signal.SIGTERM.value}"}
+        and ABORT.search(tail) is not None
+    )
 
 
 STOPPED = {
@@ -439,6 +456,11 @@ def _doubts(evidence: Evidence) -> tuple[Note, ...]:
     errors = evidence.events("probe_error")
     if errors:
         notes.append(Note("probe_error", f"the probe failed in {errors[0]['where']}: {errors[0]['error']}"))
+    if evidence.ending.code and not evidence.events("stopped") and _aborted(evidence):
+        text = (
+            "a rank aborted when its training had ended in good order, as under gloo now and then; its code is left out"
+        )
+        notes.append(Note("aborted_at_exit", text))
     apart = ranks.apart(evidence.events("self_check"), _ids_by_place(evidence))
     if apart is not None:
         notes.append(Note("trained_apart", apart))

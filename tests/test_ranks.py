@@ -174,6 +174,30 @@ def test_a_rank_that_was_ended_after_its_last_step_has_told_all(tmp_path: Path) 
         assert judge(evidence, attempt=1, seed=0, effect_of=lambda resolved: Effect()).status is status
 
 
+ABORTED = (
+    "Failures:", "  rank      : 0 (local_rank: 0)", "  exitcode  : -15 (pid: 18250)  (SIGTERM)",
+    "Root Cause (first observed failure):", "  exitcode  : -6 (pid: 18251)", "  traceback : Signal 6 (SIGABRT)",
+)  # fmt: skip
+
+
+def test_an_abort_after_the_end_is_noise_and_an_error_is_none(tmp_path: Path) -> None:
+    """Under gloo a plain script aborts at exit now and then, after all was told; a rank that raised or exited with a
+    code of its own is another matter."""
+    raised = {"kind": "raised", "time": 19.0, "error": "FloatingPointError('mine')"}
+
+    def ended(name: str, *more: Entry, log: tuple[str, ...] = ABORTED) -> Outcome:
+        leave(tmp_path / name, [step(1, 1.0)], [step(1, 1.0), *more])
+        ending = Ending("exited", 1, None, 1.0, False)
+        evidence = replace(read_evidence(tmp_path / name), ending=ending, log_tail=log)
+        return judge(evidence, attempt=1, seed=0, effect_of=lambda resolved: Effect())
+
+    noise = ended("noise")
+    assert (noise.status, [note.code for note in noise.doubts]) == (Status.FINITE, ["aborted_at_exit"])
+    assert ended("raised", raised).status is Status.FAILED
+    assert ended("code", log=(*ABORTED, "  exitcode  : 3 (pid: 1)")).status is Status.FAILED
+    assert ended("other", log=("ValueError: no",)).status is Status.FAILED
+
+
 def test_processes_without_a_group_are_said_to_train_apart(tmp_path: Path) -> None:
     """The launcher gave them ranks, and nobody joined them; or joined them, and all get the same batches."""
     outcome = judged(tmp_path, [step(1, 1.0)], [step(1, 1.0)], world=1)
