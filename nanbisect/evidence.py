@@ -21,6 +21,7 @@ from nanbisect.outcome import CONTENT, Note, Outcome, Site, Smear, Status, numbe
 Line = Mapping[str, Any]
 PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use|port.{0,80}another process is utilizing it", re.I)
 PORT_TAKEN = "port_taken"  # the doubt about an attempt that found its port in use
+ABORT = re.compile(r"exitcode\s*:\s*-6\b|SIGABRT|terminate called without an active exception")
 SHOWN = 8  # parameters kept in a site
 CUT = 256  # ids that the probe lists of one batch
 OF_A_MICRO_BATCH = ("loss", "backward", "forward")  # phases whose micro-batch is known; the others are of a whole step
@@ -178,8 +179,8 @@ def _ended_badly(evidence: Evidence) -> tuple[Status, str] | None:
         return Status.OUT_OF_MEMORY, str(evidence.end.get("text"))
     if ending.oom_kill:
         return Status.OUT_OF_MEMORY, "the kernel ended the process because the machine was out of memory"
-    if how is None and not evidence.diary and (ending.code == 0 or evidence.events("stopped")):
-        return None  # a command says nothing of itself; after a stop of ours its code is noise (gloo aborts at exit)
+    if how is None and not evidence.diary and (ending.code == 0 or evidence.events("stopped") or _aborted(evidence)):
+        return None  # a command says nothing of itself; after a stop of ours its code is noise
     if ending.signal is not None:
         return _signalled(ending.signal)
     if how == "error":
@@ -192,6 +193,21 @@ def _ended_badly(evidence: Evidence) -> tuple[Status, str] | None:
         why = presence.absent(evidence)
         return Status.FAILED, f"the training exited with code {ending.code}{early}{last}{f'; {why}' if why else ''}"
     return None
+
+
+def _aborted(evidence: Evidence) -> bool:
+    """Whether ranks were all done in good order, and one of them then aborted: a plain DDP script under gloo does so
+    now and then, after its Python has ended, and its launcher ends the others."""
+    tail = "\n".join(evidence.log_tail)
+    codes = set(re.findall(r"exitcode\s*:\s*(-?\d+)", tail))
+    return (
+        ranks.world(evidence.probe) > 1
+        and not evidence.events("raised")
+        and {ranks.process_of(line) for line in evidence.events("exit")}
+        >= {ranks.process_of(line) for line in evidence.events("self_check")}
+        and codes <= {"0", f"-{signal.SIGABRT.value}", f"-{signal.SIGTERM.value}"}
+        and ABORT.search(tail) is not None
+    )
 
 
 STOPPED = {
@@ -232,6 +248,17 @@ def _blind(evidence: Evidence) -> tuple[Status, str] | None:
     if errors:
         return Status.FAILED, f"not judged: the probe failed in {errors[0]['where']}: {errors[0]['error']}"
     return None
+
+
+def _told_to_the_end(evidence: Evidence) -> bool:
+    """Whether every training process told all it saw: a lost tail would hide what it held.
+
+    One that was to stop after so many steps has judged the last of them by then; whether it leaves in good order or
+    is ended by its launcher (when another rank aborts at its exit, as gloo's do now and then) is no matter.
+    """
+    stops = [line for line in evidence.events("stopped") if line["forced"] or line["why"] == "steps"]
+    told = {ranks.process_of(line) for line in (*evidence.events("exit"), *stops)}
+    return told >= {ranks.process_of(line) for line in evidence.events("self_check")}
 
 
 def _all_finite(step: Line) -> bool:
@@ -458,6 +485,11 @@ def _doubts(evidence: Evidence, status: Status) -> tuple[Note, ...]:
     errors = evidence.events("probe_error")
     if errors:
         notes.append(Note("probe_error", f"the probe failed in {errors[0]['where']}: {errors[0]['error']}"))
+    if evidence.ending.code and not evidence.events("stopped") and _aborted(evidence):
+        text = (
+            "a rank aborted when its training had ended in good order, as under gloo now and then; its code is left out"
+        )
+        notes.append(Note("aborted_at_exit", text))
     apart = ranks.apart(evidence.events("self_check"), _ids_by_place(evidence))
     if apart is not None:
         notes.append(Note("trained_apart", apart))

@@ -98,6 +98,7 @@ ADVICE = {
 IDLE = "Take the factor out of the matrix, or make the training use the setting."
 DOUBTS = {
     "scaler_skip": "Skips in the first steps are healthy; use bf16 if they go on.",
+    "aborted_at_exit": "Nothing to do, if the log of the cell says no more than that.",
     "trained_apart": "Read what the launcher says (on CPU `accelerate launch` wants ACCELERATE_USE_CPU=true).",
     "attention_otherwise": "Read the level as the training code's own name for what it does.",
     "precision_otherwise": "Read every claim as one on float32; the command may use that precision on a GPU only.",

@@ -23,19 +23,26 @@ SHOWN = 8
 
 
 def of_process(lines: Sequence[Line]) -> list[Line]:
-    """The lines of one process, each with its `rank`: as it was at the first backward, when groups are formed."""
+    """The lines of one process, each with its `rank` (as it was at the first backward, when groups are formed) and
+    its `pid`."""
     told = [
         line["rank"]
         for kind in ("self_check", "awake")
         for line in lines
         if line.get("kind") == kind and "rank" in line
     ]
-    return [{"rank": told[0] if told else 0, **line} for line in lines]
+    own = {"rank": told[0] if told else 0, "pid": next((line["pid"] for line in lines if "pid" in line), 0)}
+    return [{**own, **line} for line in lines]
 
 
 def rank_of(line: Line) -> int:
     """The rank that wrote a line."""
     return int(line.get("rank", 0))
+
+
+def process_of(line: Line) -> tuple[int, int]:
+    """The process that wrote a line: machines may have the same numbers."""
+    return rank_of(line), int(line.get("pid", 0))
 
 
 def world(lines: Iterable[Line]) -> int:

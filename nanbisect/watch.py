@@ -126,9 +126,8 @@ def watched(folder: Path, code: int, seconds: float = 0.0, left: tuple[int, ...]
         steps=max([*(line["steps"] for line in last), *(line["step"] for line in evidence.events("step"))], default=0),
         backwards=max((line["backwards"] for line in last), default=0),
         harmless=_only_the_loss(evidence, outcome),
-        spoiled=min(
-            (line["step"] for line in evidence.events("nonfinite") if line["phase"] == "optimizer"), default=None
-        ),
+        spoiled=min((line["step"] for line in evidence.events("nonfinite") if _spoils(line)), default=None),
+        stopped=bool(evidence.events("stopped")),
         armed=evidence.armed,
         left=left,
         so_far=_judged(replace(evidence, ending=replace(ending, code=0, signal=None))).status is Status.FINITE,
@@ -137,6 +136,12 @@ def watched(folder: Path, code: int, seconds: float = 0.0, left: tuple[int, ...]
 
 def _judged(evidence: Evidence) -> Outcome:
     return judge(evidence, attempt=1, seed=0, effect_of=lambda resolved: Effect())
+
+
+def _spoils(event: Mapping[str, Any]) -> bool:
+    """Whether weights or state were found bad after the step. What came by reduction is then told as such, with the
+    gradients that brought it; without any tensor it was seen in the norm, before the step."""
+    return event["phase"] == "optimizer" or (event["phase"] == "reduce" and bool(event["tensors"]))
 
 
 def _only_the_loss(evidence: Evidence, outcome: Outcome) -> bool:

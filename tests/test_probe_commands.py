@@ -279,6 +279,17 @@ def test_data_loader_workers_leave_no_file_and_do_not_hang_a_stop(tmp_path: Path
     assert kind(ranks[0], "stopped")[0]["why"] == "backwards" and ranks[0][-1]["kind"] == "exit"
 
 
+@pytest.mark.parametrize(("ending", "kinds"), [("raise ValueError('mine')", 1), ("sys.exit(3)", 0), ("pass", 0)])
+def test_an_error_that_ended_the_script_stands_before_the_last_line(tmp_path: Path, ending: str, kinds: int) -> None:
+    script = (
+        f"{ROWS}\nmodel = Model()\nrow = Rows()[0]\nmodel(row['input_ids'][None], row['labels'])['loss'].backward()"
+    )
+    (tmp_path / "train.py").write_text(f"{script}\n{ending}\n")
+    _, ranks = launch(tmp_path, "train.py")
+    assert len(kind(ranks[0], "raised")) == kinds and ranks[0][-1]["kind"] == "exit"
+    assert all("mine" in line["error"] for line in kind(ranks[0], "raised"))
+
+
 # stopping --------------------------------------------------------------------------------------
 
 LIMIT = """

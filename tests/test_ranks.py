@@ -43,7 +43,10 @@ def leave(
     (folder / "armed.jsonl").write_text("{}\n")
     of = len(ranks) if world is None else world
     for rank, entries in enumerate(ranks):
-        head = [{**fakes.AWAKE, "rank": rank}, {**fakes.CHECKED, "rank": rank, "world": of, "seen": rank != asleep}]
+        head = [
+            {**fakes.AWAKE, "rank": rank, "pid": 100 + rank},
+            {**fakes.CHECKED, "rank": rank, "world": of, "seen": rank != asleep},
+        ]
         ends = [] if entries and entries[-1]["kind"] == "exit" else [fakes.EXIT]
         moved = [{**entry, "time": entry["time"] + rank * later} for entry in [*head, *entries, *ends]]
         (folder / f"events.{rank}.{100 + rank}.jsonl").write_text(fakes.lines(*moved))
@@ -155,6 +158,44 @@ def test_a_rank_that_was_not_seen_or_not_awake_makes_no_finite_cell(tmp_path: Pa
     asleep = judged(tmp_path, [step(1, 1.0)], [step(1, 1.0)], asleep=1)
     assert asleep.status is Status.FAILED
     assert "did not see the NaN that it planted" in asleep.reason
+
+
+def test_a_rank_that_was_ended_after_its_last_step_has_told_all(tmp_path: Path) -> None:
+    """The launcher ends it when another aborts at its exit; what is cut off before that makes no finite cell."""
+    for why, forced, status in (
+        ("steps", False, Status.FINITE), ("backwards", False, Status.FAILED), ("backwards", True, Status.FINITE),
+    ):  # fmt: skip
+        stop = {"kind": "stopped", "time": 15.0, "why": why, "steps": 1, "backwards": 1, "tries": 1, "forced": forced}
+        folder = tmp_path / f"{why}-{forced}"
+        leave(folder, [step(1, 1.0)], [step(1, 1.0), stop])
+        one = folder / "events.1.101.jsonl"
+        one.write_text("".join(line for line in one.read_text().splitlines(keepends=True) if '"exit"' not in line))
+        evidence = replace(read_evidence(folder), ending=Ending("exited", 1, None, 1.0, False))
+        assert judge(evidence, attempt=1, seed=0, effect_of=lambda resolved: Effect()).status is status
+
+
+ABORTED = (
+    "Failures:", "  rank      : 0 (local_rank: 0)", "  exitcode  : -15 (pid: 18250)  (SIGTERM)",
+    "Root Cause (first observed failure):", "  exitcode  : -6 (pid: 18251)", "  traceback : Signal 6 (SIGABRT)",
+)  # fmt: skip
+
+
+def test_an_abort_after_the_end_is_noise_and_an_error_is_none(tmp_path: Path) -> None:
+    """Under gloo a plain script aborts at exit now and then, after all was told; a rank that raised or exited with a
+    code of its own is another matter."""
+    raised = {"kind": "raised", "time": 19.0, "error": "FloatingPointError('mine')"}
+
+    def ended(name: str, *more: Entry, log: tuple[str, ...] = ABORTED) -> Outcome:
+        leave(tmp_path / name, [step(1, 1.0)], [step(1, 1.0), *more])
+        ending = Ending("exited", 1, None, 1.0, False)
+        evidence = replace(read_evidence(tmp_path / name), ending=ending, log_tail=log)
+        return judge(evidence, attempt=1, seed=0, effect_of=lambda resolved: Effect())
+
+    noise = ended("noise")
+    assert (noise.status, [note.code for note in noise.doubts]) == (Status.FINITE, ["aborted_at_exit"])
+    assert ended("raised", raised).status is Status.FAILED
+    assert ended("code", log=(*ABORTED, "  exitcode  : 3 (pid: 1)")).status is Status.FAILED
+    assert ended("other", log=("ValueError: no",)).status is Status.FAILED
 
 
 def test_processes_without_a_group_are_said_to_train_apart(tmp_path: Path) -> None:

@@ -179,6 +179,15 @@ def test_the_diagnosis_of_an_optimizer_of_a_loss_and_of_a_late_event(tmp_path: P
     assert "steps:" not in lines[-1]
 
 
+def test_the_weights_are_lost_from_the_first_step_that_was_taken(tmp_path: Path) -> None:
+    """Also where it arose in the reduction, so that no rank calls its optimizer the place; not for a dropped step."""
+    norm, weights = bad(0, "reduce", tensors=[]), bad(0, "reduce")
+    lines = told(tmp_path / "taken", [norm, weights, step(2, 1.0), bad(0, "optimizer", at=3), step(3, 1.0)])
+    assert "after step 2 the weights or the optimizer's state are non-finite: go back to before it" in lines
+    lines = told(tmp_path / "dropped", [norm, step(2, 1.0, ended="dropped", taken=False)])
+    assert not [line for line in lines if "go back" in line]
+
+
 def test_the_diagnosis_of_a_finite_run(tmp_path: Path) -> None:
     """How much was looked at, and whose error it was that ended it."""
     assert told(tmp_path / "a", [step(1, 1.0)]) == ["nanbisect: finite so far, in 2 steps (2 backward passes)"]

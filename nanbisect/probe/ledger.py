@@ -7,6 +7,7 @@ from the step before an event to two steps after it. Repairs are written so ofte
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections import Counter, deque
 from typing import Any, Deque, Dict, Mapping
@@ -18,6 +19,7 @@ EVERY = 100  # then one in so many
 AFTER = 2  # steps written after an event
 REPAIRS = 50  # lines of one kind of repair in a long run
 ROOTS = 50  # modules described
+ERROR = 200  # characters of an error
 HELD = 64  # lines kept in memory, in case that an event follows
 
 Fields = Dict[str, Any]
@@ -49,8 +51,11 @@ class Ledger(Journal):
             super().write(kind, **fields)
 
     def exit(self, **fields: Any) -> None:
-        """The last line, if there is a file at all."""
+        """The last line, if there is a file at all; before it the error that ended the script, if one did."""
         if self.pid == os.getpid():
+            error = getattr(sys, "last_value", None)
+            if error is not None:
+                super().write("raised", error=repr(error)[:ERROR])
             super().write("exit", repairs=dict(self.counts), **fields)
 
     def _wanted(self, kind: str, step: int) -> bool:

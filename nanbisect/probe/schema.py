@@ -98,6 +98,7 @@ EVENTS: Dict[str, Dict[str, str]] = {
         "tries": "how often the stop was raised, this time included",
         "forced": "whether the process was ended without its consent",
     },
+    "raised": {"error": "the error that nobody caught and that ended the script"},
     "exit": {
         "steps": "steps taken",
         "backwards": "outermost backward calls",
