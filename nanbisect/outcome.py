@@ -42,6 +42,11 @@ class Status(str, Enum):
         return self in (Status.FINITE, Status.NONFINITE)
 
 
+def all_float32(resolved: Mapping[str, Any]) -> bool:
+    """Whether the probe saw nothing but float32 parameters, and a graph of the first step that casts nothing."""
+    return set(resolved.get("parameter_dtypes", ())) == {"float32"} and resolved.get("casts") == 0
+
+
 @dataclass(frozen=True)
 class Site:
     """Where the first non-finite value surfaced. `step` counts from 1, `micro_batch` from 0.
