@@ -511,7 +511,9 @@ def resolve(evidence: Evidence) -> dict[str, Any]:
     roots, steps = evidence.events("root"), _steps_by_rank(evidence)
     if roots:
         found["dropout"] = any(root["dropout"] for root in roots)
-        found.setdefault("parameter_dtypes", dict(max(roots, key=lambda root: root["parameters"])["dtypes"]))
+        largest = max(roots, key=lambda root: root["parameters"])
+        found.setdefault("parameter_dtypes", dict(largest["dtypes"]))
+        found.setdefault("device", largest["device"])
     if steps:
         found |= {"kernels": steps[0]["kernels"], "nested": steps[0]["nested"], "recomputed": steps[0]["recomputed"]}
         found["casts"] = steps[0].get("casts")

@@ -15,7 +15,7 @@ from itertools import combinations
 from typing import Any
 
 from nanbisect.matrix import Factor
-from nanbisect.outcome import CellResult, Note, Outcome, Status
+from nanbisect.outcome import CellResult, Note, Outcome, Status, all_float32
 
 
 @dataclass(frozen=True)
@@ -233,8 +233,10 @@ def _compared(first: CellResult, second: CellResult) -> Iterator[Divergence]:
 
 
 def _tolerance(outcome: Outcome) -> Tolerance:
-    """By precision; the loosest where it isn't known."""
-    return TOLERANCES.get(str(outcome.resolved.get("precision")), TOLERANCES["bf16"])
+    """By precision; the loosest where it isn't known. A GPU may round float32 as TF32, a CPU does not."""
+    resolved = outcome.resolved
+    seen = "fp32" if resolved.get("device") == "cpu" and all_float32(resolved) else "bf16"
+    return TOLERANCES.get(str(resolved.get("precision")), TOLERANCES[seen])
 
 
 def _parameters(one: Mapping[str, float], two: Mapping[str, float]) -> Iterator[tuple[str, tuple[float, float], float]]:

@@ -44,6 +44,11 @@ class Status(str, Enum):
         return self in (Status.FINITE, Status.NONFINITE)
 
 
+def all_float32(resolved: Mapping[str, Any]) -> bool:
+    """Whether the probe saw nothing but float32 parameters, and a graph of the first step that casts nothing."""
+    return set(resolved.get("parameter_dtypes", ())) == {"float32"} and resolved.get("casts") == 0
+
+
 @dataclass(frozen=True)
 class Ranks:
     """Which of the `of` processes of a training had it `by_itself` in the step of the site, and which by reduction.

@@ -421,6 +421,20 @@ def test_the_loosest_precision_of_a_pair_counts() -> None:
     assert (found.compared, found.divergences) == (2, ())
 
 
+def test_a_command_seen_to_compute_in_float32_on_a_cpu_is_held_to_it() -> None:
+    """No trainer of ours says its precision; a layer that is recomputed with another's weights moves a norm by 10 %."""
+    seen = {"precision": None, "device": "cpu", "parameter_dtypes": {"float32": 9}, "casts": 0}
+
+    def moved(**change: Any) -> int:
+        judge: Callable[[Levels], Outcome] = lambda levels: step(  # noqa: E731
+            1.0, 2.2 if levels["attention"] == "eager" else 2.0, **{**seen, **change}
+        )
+        return len(attribute(ATTENTION, ran(ATTENTION, judge), neutral_settings=NEUTRAL).divergences)
+
+    assert moved() == 2
+    assert moved(device="cuda:0") == moved(casts=None) == moved(parameter_dtypes={}) == 0
+
+
 @pytest.mark.parametrize(
     "spoil",
     [{"dropout": 0.1}, {"seed": 1}],

@@ -268,7 +268,7 @@ def test_dtypes_and_casts_are_resolved_from_what_the_probe_saw() -> None:
     part = {**root, "parameters": 1, "dtypes": {"bfloat16": 1}}
     events = fakes.lines(fakes.AWAKE, fakes.CHECKED, root, part, fakes.step_event(1, casts=0), fakes.EXIT)
     resolved = judged({"armed.jsonl": "{}", "events.0.1.jsonl": events}).resolved
-    assert (resolved["parameter_dtypes"], resolved["casts"]) == ({"float32": 64}, 0)
+    assert (resolved["parameter_dtypes"], resolved["casts"], resolved["device"]) == ({"float32": 64}, 0, "cpu")
 
 
 def test_a_scaler_that_skips_every_step_leaves_nothing_to_judge() -> None:

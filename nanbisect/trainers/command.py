@@ -19,8 +19,12 @@ from nanbisect.errors import UsageError
 from nanbisect.evidence import Effect
 from nanbisect.matrix import Cell, Matrix, Vocabulary, expand
 from nanbisect.matrix_command import placeholders
+<<<<<<< HEAD
 from nanbisect.outcome import Note
 from nanbisect.ports import free_port, port_environment
+=======
+from nanbisect.outcome import Note, all_float32
+>>>>>>> w-moss
 from nanbisect.store import DIARY
 from nanbisect.trainers import templates
 from nanbisect.trainers.base import Launch, probe_environment, together
@@ -379,8 +383,7 @@ def installed_names(python: str, parsers: tuple[str, ...], workdir: str) -> froz
 
 def _full_precision(level: str | None, resolved: Mapping[str, Any]) -> str | None:
     """What shows that a training asked for in half precision computed in float32; None where nothing does."""
-    whole = set(resolved.get("parameter_dtypes", {})) == {"float32"} and resolved.get("casts") == 0
-    if level not in HALVES or not whole:
+    if level not in HALVES or not all_float32(resolved):
         return None
     return f"precision={level} was asked for, and all parameters are float32 and nothing was cast"
 
