@@ -103,7 +103,8 @@ class Observer:
         if any(p.requires_grad for p in module.parameters()):
             if not self._known(module):
                 self._new_root(module)
-            forward = Forward(type(module).__name__, inputs.tensors([args, kwargs]) or {}, id(module))
+            found, marked = inputs.tensors([args, kwargs]) or {}, not self.batches.waiting
+            forward = Forward(type(module).__name__, found, key=id(module), marked=marked)
             waiting = self._waiting()
             if waiting is not None and waiting.key == forward.key:
                 self.unhanded.look(waiting)
