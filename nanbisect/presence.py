@@ -22,7 +22,10 @@ NO_TORCH = (
     "no Python process that has the probe imported torch (does another Python train, without torch, or one that "
     "PYTHONPATH does not reach?)"
 )
-NO_BACKWARD = "the probe saw no backward pass: no process that has it called backward"
+NO_BACKWARD = (
+    "the probe saw no backward pass: no process that has it called backward (does one train that PYTHONPATH does not "
+    "reach?)"
+)
 BACKGROUND = (
     "not judged: the command ended and left processes behind in the background, and what those train is not seen to "
     "its end; start the training in the foreground (no daemon, no `&`)"

@@ -127,7 +127,6 @@ def watched(folder: Path, code: int, seconds: float = 0.0, left: tuple[int, ...]
         backwards=max((line["backwards"] for line in last), default=0),
         harmless=_only_the_loss(evidence, outcome),
         spoiled=min((line["step"] for line in evidence.events("nonfinite") if _spoils(line)), default=None),
-        stopped=bool(evidence.events("stopped")),
         armed=evidence.armed,
         left=left,
         so_far=_judged(replace(evidence, ending=replace(ending, code=0, signal=None))).status is Status.FINITE,

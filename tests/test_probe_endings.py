@@ -447,6 +447,10 @@ def test_a_torch_that_is_too_old_is_said_and_left_alone(tmp_path: Path) -> None:
     (path,) = events.glob("events.*")
     (error,) = kind(read(path), "probe_error")
     assert (error["where"], "1.13.1" in error["error"]) == ("install", True)
+    gone = subprocess.run(
+        [sys.executable, "-c", "import torch"], env=environment(tmp_path / "gone", package.parent), capture_output=True
+    )
+    assert (gone.returncode, gone.stderr) == (0, b""), "nobody listens: not a word"
 
 
 def test_a_python_that_trains_nothing_leaves_a_mark(tmp_path: Path) -> None:

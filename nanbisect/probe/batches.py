@@ -38,10 +38,11 @@ class Forward:
 
     `result` tells the nodes that it returned from all others, so that a backward is known to go through it
     (`used`), or to pass it by (`passed`: that backward's micro-batch). Ranges of losses, in case that no backward
-    comes: `losses` that a module returned, and those that the script was `seen` to look at, or to hold.
+    comes: `losses` that a module returned, and those that the script was `seen` to look at, or to hold. `marked`: no
+    loader tells which rows these are, so their content must.
     """
 
-    def __init__(self, module: str, found: dict[str, torch.Tensor], key: int = 0) -> None:
+    def __init__(self, module: str, found: dict[str, torch.Tensor], *, key: int, marked: bool) -> None:
         self.module = module
         self.key = key  # tells modules of one class apart
         self.micro: int | None = None
@@ -50,7 +51,7 @@ class Forward:
         self.marks = inputs.marks(found)
         self.padding: Sum | None = inputs.padding(found)
         self.valid_labels: Sum | None = inputs.valid_labels(found)
-        self.contents: torch.Tensor | None = inputs.contents(found)
+        self.contents: torch.Tensor | None = inputs.contents(found) if marked else None
         self.result: set[int] = set()
         self.used = False
         self.passed: int | None = None

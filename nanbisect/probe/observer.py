@@ -124,7 +124,8 @@ class Observer:
                 self._new_root(module)
             if not any(module in root.parts for root in self.called.values()):
                 self.called[id(module)] = self.roots[id(module)]
-                self._called(Forward(type(module).__name__, inputs.tensors([args, kwargs]) or {}, id(module)))
+                found, marked = inputs.tensors([args, kwargs]) or {}, not self.batches.waiting
+                self._called(Forward(type(module).__name__, found, key=id(module), marked=marked))
 
     def _called(self, forward: Forward) -> None:
         waiting = self._waiting()

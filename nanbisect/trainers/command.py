@@ -19,12 +19,8 @@ from nanbisect.errors import UsageError
 from nanbisect.evidence import Effect
 from nanbisect.matrix import Cell, Matrix, Vocabulary, expand
 from nanbisect.matrix_command import placeholders
-<<<<<<< HEAD
-from nanbisect.outcome import Note
-from nanbisect.ports import free_port, port_environment
-=======
 from nanbisect.outcome import Note, all_float32
->>>>>>> w-moss
+from nanbisect.ports import free_port, port_environment
 from nanbisect.store import DIARY
 from nanbisect.trainers import templates
 from nanbisect.trainers.base import Launch, probe_environment, together

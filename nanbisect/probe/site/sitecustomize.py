@@ -53,7 +53,12 @@ def load_probe() -> None:
 
 
 def try_load_probe() -> None:
-    """Load the probe; print what went wrong instead of breaking the user's import of torch."""
+    """Load the probe; print what went wrong instead of breaking the user's import of torch.
+
+    Nobody listens any more where the folder is gone: a process in the background outlived its watcher.
+    """
+    if not os.path.isdir(os.environ["NANBISECT_PROBE"]):
+        return
     try:
         load_probe()
     except Exception:  # noqa: BLE001
