@@ -121,7 +121,13 @@ def _status(evidence: Evidence, effect: Effect) -> tuple[Status, str]:
         return Status.UNSUPPORTED, f"not judged, because a setting did not take effect: {effect.failed}"
     if event is not None:
         return Status.NONFINITE, _surfaced(event)
-    return Status.FINITE, "every loss, gradient, parameter, buffer and optimizer state was finite"
+    return Status.FINITE, "every loss, gradient, parameter, buffer and optimizer state was finite" + _unseen(evidence)
+
+
+def _unseen(evidence: Evidence) -> str:
+    """What finite does not cover: a long run looks at optimizer state now and then, and it may be gone at the end."""
+    steps = [line["unseen_since"] for line in evidence.events("exit") if line.get("unseen_since") is not None]
+    return f" (optimizer state up to step {min(steps)}, when it was looked at last)" if steps else ""
 
 
 def _refused(evidence: Evidence) -> tuple[Status, str] | None:
@@ -136,7 +142,9 @@ def _surfaced(event: Line) -> str:
     names = [tensor["name"] for tensor in event["tensors"]]
     first = f", first in {names[0]}" if names and event["phase"] != "loss" else ""
     micro = f", micro-batch {event['micro_batch']}" if event["phase"] in OF_A_MICRO_BATCH else ""
-    return f"{event['value']} in {event['phase']} of step {event['step']}{micro}{first}"
+    since = event.get("since")  # numbered as the run's own steps: only a long run, which has no diary, leaves some out
+    steps = f"step {event['step']}" if since is None else f"one of steps {since + 1} to {event['step']}"
+    return f"{event['value']} in {event['phase']} of {steps}{micro}{first}"
 
 
 def _ended_badly(evidence: Evidence) -> tuple[Status, str] | None:
@@ -337,11 +345,13 @@ def _ids(line: Line) -> list[str]:
 
 
 def _suspects(evidence: Evidence) -> tuple[str, ...]:
-    """Records of the micro-batch in which it surfaced; of the whole step where only that is known; none at load."""
+    """Records of the micro-batch in which it surfaced; of the whole step, or of several, where only that is known;
+    none at load."""
     event = _first_event(evidence)
     if event is None or event["phase"] == "load":
         return ()
-    lines = [line for line in _served(evidence) if line["step"] == event["try"]]
+    before = event["try"] - 1 if event.get("since") is None else event["since"]
+    lines = [line for line in _served(evidence) if before < line["step"] <= event["try"]]
     if event["phase"] in OF_A_MICRO_BATCH and evidence.diary:
         lines = lines[event["micro_batch"] : event["micro_batch"] + 1]
     elif event["phase"] in OF_A_MICRO_BATCH:

@@ -30,9 +30,13 @@ def watch(command: Sequence[str], *, steps: int | None, stop: bool, environ: Map
     """
     with tempfile.TemporaryDirectory(prefix="nanbisect-watch-") as name:
         folder = Path(name)
-        limits = {"NANBISECT_STOP": "event" if stop else "", **({"NANBISECT_STEPS": str(steps)} if steps else {})}
-        code = _run(command, {**environ, **probe_environment(folder, environ), **limits})
+        code = _run(command, {**environ, **probe_environment(folder, environ), **probe_limits(steps=steps, stop=stop)})
         return Watched(code, _judged(folder, code))
+
+
+def probe_limits(*, steps: int | None, stop: bool) -> dict[str, str]:
+    """The variables that tell the probe when the command ends, and that it may run for days."""
+    return {"NANBISECT_STOP": "event" if stop else "", **({"NANBISECT_STEPS": str(steps)} if steps else {})}
 
 
 def _run(command: Sequence[str], env: Mapping[str, str]) -> int:

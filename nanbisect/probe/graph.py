@@ -13,6 +13,7 @@ import torch
 
 KERNEL = re.compile(r"[Aa]ttention|FlashAttn|^(Safe)?Softmax")
 VIEWS = re.compile(r"^(T|Transpose|View|UnsafeView|Reshape|AsStrided|ToCopy|Permute|Expand|Alias|Slice)Backward")
+UNNAMED = "CppFunction"  # the class of nodes from other libraries' C++, which have a name but no class of their own
 LOOKUP = re.compile(r"^Embedding")
 
 Node = Any  # torch.autograd.graph.Node; its stubs lack half of what is used here
@@ -41,12 +42,14 @@ class Walk:
         return root.grad_fn
 
     def _walk(self, stack: list[Node]) -> None:
-        seen = set(stack)
+        seen, parents = set(stack), self.parents
+        kinds: dict[type, int] = {}
         while stack:
             node = stack.pop()
-            name = node.name()
-            if KERNEL.search(name):
-                self.kernels[name] = self.kernels.get(name, 0) + 1
+            kind = type(node)
+            kinds[kind] = kinds.get(kind, 0) + 1
+            if kind.__name__ == UNNAMED:
+                self._count(node.name(), 1)
             for index, (child, _) in enumerate(node.next_functions):
                 if child is None:
                     continue
@@ -54,8 +57,14 @@ class Walk:
                     self._leaf(child.variable, node, index)
                 elif child not in seen:
                     seen.add(child)
-                    self.parents[child] = node
+                    parents[child] = node
                     stack.append(child)
+        for kind, count in kinds.items():
+            self._count(kind.__name__, count)
+
+    def _count(self, name: str, times: int) -> None:
+        if KERNEL.search(name):
+            self.kernels[name] = self.kernels.get(name, 0) + times
 
     def _leaf(self, variable: torch.Tensor, node: Node, index: int) -> None:
         self.leaves[id(variable)] = variable
