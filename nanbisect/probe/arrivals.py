@@ -46,16 +46,16 @@ class Arrivals:
         """A gradient was accumulated into `leaf`: the short way for a finite one, else the whole one."""
         if compiling():
             return
-        began, grad = time.perf_counter(), leaf.grad
-        if grad is not None and not grad.requires_grad and numbers.certainly_finite(grad):
-            handle, window = self.handles.of(leaf), self.steps.window
-            window.leaves[id(handle)] = handle
-            window.fine += 1
-            if self.held:
-                self._release(handle)
-            self.clock.seconds += time.perf_counter() - began
-        else:
+        began, grad, handle = time.perf_counter(), leaf.grad, self.handles.table.get(id(leaf))
+        if grad is None or handle is None or handle() is not leaf or not numbers.certainly_finite(grad):
             self.guarded_arrived(leaf)
+            return
+        window = self.steps.window
+        window.leaves[id(handle)] = handle
+        window.fine += 1
+        if self.held:
+            self._release(handle)
+        self.clock.seconds += time.perf_counter() - began
 
     def arrived(self, leaf: torch.Tensor) -> None:
         """The whole way."""
@@ -73,7 +73,7 @@ class Arrivals:
 
     def hook_uses(self, leaf: torch.Tensor, walk: Walk) -> list[Any]:
         """Each use of a tied weight by itself: the sum in `.grad` can't be told apart afterwards."""
-        uses = walk.uses.get(id(leaf), [])
+        uses = walk.uses.get(id(leaf), ())
         if not 1 < len(uses) <= USES:
             return []
         handle, missing = self.handles.of(leaf), [len(uses)]

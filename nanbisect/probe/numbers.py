@@ -58,7 +58,9 @@ def ends(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def certainly_finite(tensor: torch.Tensor) -> bool:
     """Whether the sum of a plain tensor on the CPU says so; False where it does not or can't. Never raises."""
-    if not (tensor.is_cpu and type(tensor) in PLAIN and tensor.dtype in SUMMED and tensor.layout is torch.strided):
+    if not (type(tensor) in PLAIN and tensor.is_cpu and tensor.dtype in SUMMED and tensor.layout is torch.strided):
+        return False
+    if tensor.requires_grad and torch.is_grad_enabled():  # only under create_graph: no node of ours in that graph
         return False
     try:
         total = tensor.sum().item()

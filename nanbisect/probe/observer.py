@@ -189,7 +189,7 @@ class Observer:
             self._learn_by_search([leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter)])
         for leaf in leaves:
             self.arrivals.hook(leaf)
-        return [handle for leaf in leaves for handle in self.arrivals.hook_uses(leaf, walk)]
+        return [hook for leaf in leaves for hook in self.arrivals.hook_uses(leaf, walk)]
 
     def leave(self, hooks: Sequence[Any] | None, nested: bool) -> None:
         """The backward call is over (or has raised)."""
