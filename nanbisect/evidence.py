@@ -147,7 +147,13 @@ def _status(evidence: Evidence, effect: Effect) -> tuple[Status, str]:
         return Status.UNSUPPORTED, f"not judged, because a setting did not take effect: {effect.failed}"
     if event is not None:
         return Status.NONFINITE, _surfaced(evidence, event)
-    return Status.FINITE, "every loss, gradient, parameter, buffer and optimizer state was finite"
+    return Status.FINITE, "every loss, gradient, parameter, buffer and optimizer state was finite" + _unseen(evidence)
+
+
+def _unseen(evidence: Evidence) -> str:
+    """What finite does not cover: a long run looks at optimizer state now and then, and it may be gone at the end."""
+    steps = [line["unseen_since"] for line in evidence.events("exit") if line.get("unseen_since") is not None]
+    return f" (optimizer state up to step {min(steps)}, when it was looked at last)" if steps else ""
 
 
 def _refused(evidence: Evidence) -> tuple[Status, str] | None:
@@ -165,7 +171,8 @@ def _surfaced(evidence: Evidence, event: Line) -> str:
     site = _site(evidence)
     where = ranks.on_ranks(site) if site else ""
     kept = "" if event.get("backward", True) else ", which the script did not hand to backward"
-    return f"{event['value']} in {event['phase']} of step {event['step']}{micro}{first}{where and ', '}{where}{kept}"
+    steps = site.steps if site else f"step {event['step']}"
+    return f"{event['value']} in {event['phase']} of {steps}{micro}{first}{where and ', '}{where}{kept}"
 
 
 def _ended_badly(evidence: Evidence) -> tuple[Status, str] | None:
@@ -298,6 +305,7 @@ def _site(evidence: Evidence) -> Site | None:
         channels=_bad_channels(evidence, event),
         loss=losses.get(event["step"]),
         ranks=ranks.spread({**event, "step": event["try"]}, evidence.events("nonfinite"), ranks.world(evidence.probe)),
+        since=event.get("since"),  # numbered as the run's own steps: only a long run, which has no diary, has it
     )
 
 
@@ -418,12 +426,13 @@ def _place(line: Line) -> tuple[int, int, bool]:
 
 
 def _suspects(evidence: Evidence) -> tuple[str, ...]:
-    """Records of the micro-batch in which it surfaced, on its rank; of the whole step, of all ranks, where only that
-    is known; none at load."""
+    """Records of the micro-batch in which it surfaced, on its rank; of the whole step, or of several, of all ranks,
+    where only that is known; none at load."""
     event = _first_event(evidence)
     if event is None or event["phase"] == "load":
         return ()
-    lines = [line for line in _served(evidence) if line["step"] == event["try"]]
+    before = event["try"] - 1 if event.get("since") is None else event["since"]
+    lines = [line for line in _served(evidence) if before < line["step"] <= event["try"]]
     if event["phase"] in OF_A_MICRO_BATCH and evidence.diary:
         lines = lines[event["micro_batch"] : event["micro_batch"] + 1]
     elif event["phase"] in OF_A_MICRO_BATCH:

@@ -68,6 +68,7 @@ class Site:
     `phase` is one of load, data, forward, loss, backward, recompute, reduce, clip, optimizer; `kind`
     is nan, +inf or -inf; `parameters` are the first gradients (or tensors) to show it, in order.
     `loss` is the loss of that step, the mean over ranks; `ranks` is None where one process trained.
+    `since`: the last step after which the same was finite, where steps between were not looked at.
     """
 
     step: int
@@ -79,6 +80,12 @@ class Site:
     channels: tuple[str, ...] = ()
     loss: float | None = None
     ranks: Ranks | None = None
+    since: int | None = None
+
+    @property
+    def steps(self) -> str:
+        """`step 3`, or `one of steps 71 to 80`."""
+        return f"step {self.step}" if self.since is None else f"one of steps {self.since + 1} to {self.step}"
 
     def same_place(self, other: Site | None) -> bool:
         """Whether two attempts failed at the same step, phase, first tensor, and on a rank that both name."""

@@ -19,7 +19,7 @@ import psutil
 from nanbisect.errors import UsageError
 from nanbisect.evidence import Effect, Ending, Evidence, judge
 from nanbisect.matrix import Cell
-from nanbisect.outcome import CellResult, Outcome, Smear, Status
+from nanbisect.outcome import CellResult, Outcome, Site, Smear, Status
 from nanbisect.report.places import of_what, places
 from nanbisect.report.words import counted
 from nanbisect.store import read_evidence
@@ -37,8 +37,8 @@ class Watched:
     """How the command ended, and what the probe saw of it.
 
     `steps` and `backwards` are those of the rank with the most; `harmless`: the loss was non-finite and every gradient
-    of that step finite; `spoiled` is the first step after which weights or optimizer state were non-finite;
-    `armed`: some process of it had torch and the probe;
+    of that step finite; `spoiled` is the first step after which weights or optimizer state were, or may have been,
+    non-finite; `armed`: some process of it had torch and the probe;
     `left`: ids of processes that it left behind; `so_far`: all was finite until it ended, in whatever way.
     """
 
@@ -60,11 +60,16 @@ def watch(command: Sequence[str], *, steps: int | None, stop: bool, environ: Map
     """
     with tempfile.TemporaryDirectory(prefix="nanbisect-watch-") as name:
         folder = Path(name)
-        limits = {"NANBISECT_STOP": "event" if stop else "", **({"NANBISECT_STEPS": str(steps)} if steps else {})}
+        limits = probe_limits(steps=steps, stop=stop)
         began = time.monotonic()
         code = _run(command, {**environ, **probe_environment(folder, environ), **limits})
         seconds = time.monotonic() - began
         return watched(folder, code, seconds, still_running(folder))
+
+
+def probe_limits(*, steps: int | None, stop: bool) -> dict[str, str]:
+    """The variables that tell the probe when the command ends, and that it may run for days."""
+    return {"NANBISECT_STOP": "event" if stop else "", **({"NANBISECT_STEPS": str(steps)} if steps else {})}
 
 
 def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
@@ -119,18 +124,23 @@ def watched(folder: Path, code: int, seconds: float = 0.0, left: tuple[int, ...]
     ending = Ending("exited", code if code >= 0 else None, -code if code < 0 else None, seconds, False, len(left))
     evidence = replace(read_evidence(folder), ending=ending)
     outcome = _judged(evidence)
-    last = evidence.events("exit")
+    last, bad = evidence.events("exit"), evidence.events("nonfinite")
     return Watched(
         code,
         outcome,
         steps=max([*(line["steps"] for line in last), *(line["step"] for line in evidence.events("step"))], default=0),
         backwards=max((line["backwards"] for line in last), default=0),
         harmless=_only_the_loss(evidence, outcome),
-        spoiled=min((line["step"] for line in evidence.events("nonfinite") if _spoils(line)), default=None),
+        spoiled=min(map(_earliest, filter(_spoils, bad)), default=None),
         armed=evidence.armed,
         left=left,
         so_far=_judged(replace(evidence, ending=replace(ending, code=0, signal=None))).status is Status.FINITE,
     )
+
+
+def _earliest(event: Mapping[str, Any]) -> int:
+    """The first step in which it may have arisen."""
+    return int(event["step"] if event.get("since") is None else event["since"] + 1)
 
 
 def _judged(evidence: Evidence) -> Outcome:
@@ -195,7 +205,9 @@ def _about_the_event(watched: Watched) -> Iterator[str]:
     if smear is not None:
         yield _smeared(smear)
     if watched.spoiled is not None:
-        yield f"after step {watched.spoiled} the weights or the optimizer's state are non-finite: go back to before it"
+        are = "are" if site is None or site.since is None else "may be"
+        held = f"the weights or the optimizer's state {are} non-finite"
+        yield f"after step {watched.spoiled} {held}: go back to before it"
 
 
 def _smeared(smear: Smear) -> str:
@@ -208,10 +220,17 @@ def _smeared(smear: Smear) -> str:
 def _records(outcome: Outcome) -> str:
     """`records of that batch on rank 1: r5, r7`."""
     records = outcome.named_suspects
-    what = of_what(outcome.site, "batch") if outcome.site else "step"
+    what = f"that {of_what(outcome.site, 'batch') if outcome.site else 'step'}"
+    if outcome.site and outcome.site.since is not None:
+        what = _since(outcome.site)
     rest = f" and {len(records) - SHOWN} more" if len(records) > SHOWN else ""
     rows = " (rows of the dataset that the data loader reads, from 0)" if records[0].startswith("row ") else ""
-    return f"records of that {what}: {', '.join(records[:SHOWN])}{rest}{rows}"
+    return f"records of {what}: {', '.join(records[:SHOWN])}{rest}{rows}"
+
+
+def _since(site: Site) -> str:
+    """`step 80`, or `steps 71 to 80`: all in which it may have arisen."""
+    return f"step {site.step}" if site.since is None else f"steps {site.since + 1} to {site.step}"
 
 
 def _ended_first(watched: Watched) -> bool:
@@ -240,11 +259,12 @@ def _next(watched: Watched, command: Sequence[str]) -> Iterator[str]:
         yield _nothing_seen(watched, Path(command[0]).name)
     if outcome.status is not Status.NONFINITE:
         return
-    step = outcome.site.step if outcome.site else 1
-    if step > LATE:
+    site = outcome.site
+    step = site.step if site else 1
+    if site and step > LATE:
         yield (
-            f"next: it came late. Put the records of step {step} first in the data and watch a few steps; if they are "
-            "finite, watch from the last checkpoint before it"
+            f"next: it came late. Put the records of {_since(site)} first in the data and watch a few steps; "
+            "if they are finite, watch from the last checkpoint before it"
         )
     when, steps = ("then", "") if step > LATE else ("next", f" (with `steps: {step}`)")
     name = starter_for(command)

@@ -38,7 +38,18 @@ def nonfinite_event(**changed: Any) -> dict[str, Any]:
     tensor = {"name": "b", "value": "nan", "micro_batch": 0, "uses": [], "nan": 4, "posinf": 0, "neginf": 0, "numel": 4}
     event = {
         "kind": "nonfinite", "time": 10.5, "step": 1, "micro_batch": 0, "rank": 0, "phase": "backward", "value": "nan",
-        "tensors": [tensor], "bad": 1, "of": 3, "scale": None, "backward": True,
+        "since": None, "backward": True,
+        "tensors": [tensor], "bad": 1, "of": 3, "scale": None,
+    }  # fmt: skip
+    return {**event, **changed}
+
+
+def batch_event(step: int, **changed: Any) -> dict[str, Any]:
+    """The probe's account of a micro-batch's data."""
+    event = {
+        "kind": "batch", "time": 9.0 + step, "step": step, "micro_batch": 0, "rank": 0, "module": "Net",
+        "matched": "content", "indices": None, "records": None, "contents": None, "shapes": {}, "backward": True,
+        "padding": None, "valid_labels": None,
     }  # fmt: skip
     return {**event, **changed}
 
@@ -63,7 +74,7 @@ def diary(*steps: Mapping[str, Any], how: str | None = "done", seed: int = 0, **
 
 EXIT = {
     "kind": "exit", "time": 20.0, "steps": 2, "backwards": 2, "events": 0, "repairs": {}, "short": 0,
-    "unfinished": False,
+    "unfinished": False, "unseen_since": None, "seconds": 1.0, "probe_seconds": 0.03,
 }  # fmt: skip
 STEP = {"grad_norm": 1.25, "losses": [2.5], "channels": [{"text": [25.0, 10.0]}]}
 

@@ -171,11 +171,7 @@ def test_lost_events_are_never_finite_and_never_hide_a_finding() -> None:
 
 def test_a_command_without_a_diary_is_judged_by_the_probe_alone() -> None:
     """Its exit code counts, unless the probe had stopped it; its records come from the probe's batches."""
-    batch = {
-        "kind": "batch", "time": 9.0, "step": 1, "micro_batch": 0, "rank": 0, "module": "M", "matched": "content",
-        "indices": [4, 7], "records": None, "contents": None, "shapes": {}, "backward": True, "padding": None,
-        "valid_labels": None,
-    }  # fmt: skip
+    batch = fakes.batch_event(1, indices=[4, 7])
     events = [fakes.AWAKE, fakes.CHECKED, batch, fakes.step_event(1), fakes.EXIT]
     files = {"armed.jsonl": "{}", "events.0.1.jsonl": fakes.lines(*events)}
     outcome = judged(files)
@@ -269,6 +265,26 @@ def test_dtypes_and_casts_are_resolved_from_what_the_probe_saw() -> None:
     events = fakes.lines(fakes.AWAKE, fakes.CHECKED, root, part, fakes.step_event(1, casts=0), fakes.EXIT)
     resolved = judged({"armed.jsonl": "{}", "events.0.1.jsonl": events}).resolved
     assert (resolved["parameter_dtypes"], resolved["casts"], resolved["device"]) == ({"float32": 64}, 0, "cpu")
+
+
+def test_state_found_late_suspects_all_steps_since_it_was_looked_at() -> None:
+    """A long run looks at optimizer state now and then: neither the step nor its batch is then certain."""
+    tensor = {**fakes.nonfinite_event()["tensors"][0], "name": "b.exp_avg_sq", "value": "+inf"}
+    event = fakes.nonfinite_event(step=4, since=2, phase="optimizer", value="+inf", tensors=[tensor])
+    batches = [fakes.batch_event(step, records=[f"r{step}"]) for step in range(1, 6)]
+    lines = fakes.lines(fakes.AWAKE, fakes.CHECKED, *batches, event, fakes.step_event(4), fakes.EXIT)
+    outcome = judged({"armed.jsonl": "x", "events.0.1.jsonl": lines})
+    assert outcome.suspects == ("r3", "r4")
+    assert "+inf in optimizer of one of steps 3 to 4, first in b.exp_avg_sq" in outcome.reason
+
+
+def test_state_that_was_gone_at_the_end_is_not_called_finite() -> None:
+    """What nobody looked at any more is named."""
+    files = fakes.finite_files()
+    events = files["events.0.1.jsonl"].replace('"unseen_since": null', '"unseen_since": 70')
+    outcome = judged({**files, "events.0.1.jsonl": events})
+    assert outcome.status is Status.FINITE
+    assert outcome.reason.endswith("(optimizer state up to step 70, when it was looked at last)")
 
 
 def test_a_scaler_that_skips_every_step_leaves_nothing_to_judge() -> None:

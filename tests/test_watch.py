@@ -188,6 +188,16 @@ def test_the_weights_are_lost_from_the_first_step_that_was_taken(tmp_path: Path)
     assert not [line for line in lines if "go back" in line]
 
 
+def test_the_diagnosis_of_state_that_was_looked_at_now_and_then(tmp_path: Path) -> None:
+    """It may have arisen in any step since: all of them are named, and the first of them is the one to go back to."""
+    batches = [batch(number, f"r{number}") for number in range(60, 81)]
+    lines = told(tmp_path, [*batches, bad(0, "optimizer", at=80, since=70), step(80, 2.0)])
+    assert lines[0].startswith("nanbisect: non-finite: NaN in the optimizer of one of steps 71 to 80, first in b")
+    assert any(line.startswith("records of steps 71 to 80: r71, r72") for line in lines)
+    assert "after step 71 the weights or the optimizer's state may be non-finite: go back to before it" in lines
+    assert any("Put the records of steps 71 to 80 first in the data" in line for line in lines)
+
+
 def test_the_diagnosis_of_a_finite_run(tmp_path: Path) -> None:
     """How much was looked at, and whose error it was that ended it."""
     assert told(tmp_path / "a", [step(1, 1.0)]) == ["nanbisect: finite so far, in 2 steps (2 backward passes)"]

@@ -12,14 +12,12 @@ from .account import FIRST_BAD
 from .batches import Forward, Lost
 from .names import Names
 from .ownership import owned
-from .window import Bad, Entry, Flag, Loss, LossValue
+from .window import Bad, Ends, Entry, Flag, Loss, LossValue
 
 NAMED = 4  # parameters named in a sentence
 
 
-def bad_gradients(
-    flags: Sequence[Flag], values: Sequence[numbers.Ends], before: Sequence[Bad], names: Names
-) -> list[Bad]:
+def bad_gradients(flags: Sequence[Flag], values: Sequence[Ends], before: Sequence[Bad], names: Names) -> list[Bad]:
     """Distinct tensors with a non-finite gradient, in order of arrival, each at its first micro-batch."""
     known = {id(bad.handle) for bad in before}
     uses: dict[tuple[int, int], list[str]] = {}
@@ -39,7 +37,7 @@ def bad_gradients(
     return fresh
 
 
-def loss_value(loss: Loss, handed: numbers.Ends, value: numbers.Ends) -> LossValue:
+def loss_value(loss: Loss, handed: Ends, value: Ends) -> LossValue:
     """A loss on the host."""
     return LossValue(loss.micro, handed[0], None if loss.unscaled is None else value[0], numbers.kind(*value))
 

@@ -14,6 +14,7 @@ import torch
 
 KERNEL = re.compile(r"[Aa]ttention|FlashAttn|^(Safe)?Softmax")
 VIEWS = re.compile(r"^(T|Transpose|View|UnsafeView|Reshape|AsStrided|ToCopy|Permute|Expand|Alias|Slice)Backward")
+UNNAMED = "CppFunction"  # the class of nodes from other libraries' C++, which have a name but no class of their own
 LOOKUP = re.compile(r"^Embedding")
 CAST = re.compile(r"^ToCopyBackward")
 PLAIN = re.compile(r"Backward\d+$|^torch::autograd::|^CheckpointFunctionBackward$")  # torch's own, or seen by itself
@@ -62,17 +63,18 @@ class Walk:
         return root.grad_fn
 
     def _walk(self, stack: list[Node]) -> None:
-        seen = set(stack)
+        seen, parents = set(stack), self.parents
+        names: dict[type, str] = {}  # a name of each class, which is slow to ask for
+        counts: dict[str, int] = {}
         while stack:
             node = stack.pop()
-            name = node.name()
-            known = about(name)
-            if known.kernel:
-                self.kernels[name] = self.kernels.get(name, 0) + 1
-            if not known.plain:
-                self.casts = None
-            elif known.cast and self.casts is not None:
-                self.casts += 1
+            kind = type(node)
+            name = names.get(kind)
+            if name is None:
+                name = node.name()
+                if kind.__name__ != UNNAMED:
+                    names[kind] = name
+            counts[name] = counts.get(name, 0) + 1
             for index, (child, _) in enumerate(node.next_functions):
                 if child is None:
                     continue
@@ -80,8 +82,19 @@ class Walk:
                     self._leaf(child.variable, node, index)
                 elif child not in seen:
                     seen.add(child)
-                    self.parents[child] = node
+                    parents[child] = node
                     stack.append(child)
+        for name, count in counts.items():
+            self._count(name, count)
+
+    def _count(self, name: str, times: int) -> None:
+        known = about(name)
+        if known.kernel:
+            self.kernels[name] = times
+        if not known.plain:
+            self.casts = None
+        elif known.cast and self.casts is not None:
+            self.casts += times
 
     def _leaf(self, variable: torch.Tensor, node: Node, index: int) -> None:
         self.leaves[id(variable)] = variable

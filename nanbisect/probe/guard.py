@@ -9,15 +9,10 @@ from typing import Any, Callable
 import torch
 
 from .observer import Observer
+from .phase import capturing, compiling
 
-CUDA: Any = torch.cuda
+AS_IT_IS = contextlib.nullcontext()  # in backward gradients are off already: `no_grad` costs as much as the rest
 ERRORS = 20  # errors written; one a gradient would fill the disk
-compiling: Callable[[], bool] = getattr(torch.compiler, "is_compiling", lambda: False)
-
-
-def capturing() -> bool:
-    """Whether a CUDA graph is being captured: a read of ours would break it."""
-    return bool(CUDA.is_initialized() and CUDA.is_current_stream_capturing())
 
 
 class Guard:
@@ -34,7 +29,7 @@ class Guard:
         def guarded(*args: Any) -> Any:
             if compiling() or capturing():
                 return None
-            with self.observer.clock, torch.no_grad():
+            with self.observer.clock, torch.no_grad() if torch.is_grad_enabled() else AS_IT_IS:
                 try:
                     return work(*args)
                 except Exception as error:  # noqa: BLE001 - the training must go on

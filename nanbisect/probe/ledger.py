@@ -45,7 +45,7 @@ class Ledger(Journal):
         if kind in ("step", "batch") and not self._wanted(kind, fields["step"]):
             self.held.append((kind, {"time": time.time(), **fields}))
         elif kind == "nonfinite":
-            self._release(fields["step"])
+            self._release(fields["step"], fields["since"])
             super().write(kind, **fields)
         elif not self._too_many(kind, fields):
             super().write(kind, **fields)
@@ -61,12 +61,13 @@ class Ledger(Journal):
     def _wanted(self, kind: str, step: int) -> bool:
         return self.every_line or step <= max(FIRST, self.until) or (kind == "step" and step % EVERY == 0)
 
-    def _release(self, step: int) -> None:
-        """Write what was kept back of this step and the one before."""
+    def _release(self, step: int, since: int | None) -> None:
+        """Write what was kept back of this step and the one before, and of all in which it may have arisen."""
+        first = step - 1 if since is None else min(since + 1, step - 1)
         held, self.until = list(self.held), step + AFTER
         self.held.clear()
         for kind, fields in held:
-            if fields["step"] >= step - 1:
+            if fields["step"] >= first:
                 super().write(kind, **fields)
 
     def _too_many(self, kind: str, fields: Fields) -> bool:

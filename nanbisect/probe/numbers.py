@@ -1,21 +1,27 @@
-"""Is there a NaN or an Inf in this tensor? On the device, in one pass, with nothing that can overflow.
+"""Is there a NaN or an Inf in this tensor? In one pass, with nothing that can report a healthy one.
 
 `aminmax` tells NaN, +Inf and -Inf apart: a NaN makes both ends NaN, an Inf shows at its own end.
-Sums and norms overflow near the top of a dtype's range and would report healthy gradients.
+Sums overflow near the top of a dtype's range, but they never hide anything: whatever is added to a NaN
+or an Inf, the result is not finite. On the CPU a sum takes three fifths of the time (it is as fast as
+memory), so there the sum is asked first and the range only where the sum is not finite. On a device that
+would be a second kernel or a wait, so there the range is taken at once and read later.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Iterable, Sequence, Tuple
+from typing import Iterable, Sequence
 
 import torch
 
-from .window import Entry
+from .window import Ends, Entry, Range
 
 CHUNK = 1 << 22  # elements looked at together when counting: no temporary as large as a parameter
 
-Ends = Tuple[float, float]
+SUMMED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+FINITE: Ends = (0.0, 0.0)  # stands for any range without NaN and Inf
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -50,6 +56,24 @@ def ends(tensor: torch.Tensor) -> torch.Tensor | None:
     return pair if pair.dtype is torch.float64 else pair.float()
 
 
+def certainly_finite(tensor: torch.Tensor) -> bool:
+    """Whether the sum of a plain tensor on the CPU says so; False where it does not or can't. Never raises."""
+    if not (type(tensor) in PLAIN and tensor.is_cpu and tensor.dtype in SUMMED and tensor.layout is torch.strided):
+        return False
+    if tensor.requires_grad and torch.is_grad_enabled():  # only under create_graph: no node of ours in that graph
+        return False
+    try:
+        total = tensor.sum().item()
+    except RuntimeError:  # no memory, or an odd kind of tensor: to be looked at with more care
+        return False
+    return total - total == 0.0 and tensor.numel() > 0
+
+
+def look(tensor: torch.Tensor) -> Range | None:
+    """The tensor's range, or `FINITE` where that is known on the spot; None if there is nothing to look at."""
+    return FINITE if certainly_finite(tensor) else ends(tensor)
+
+
 def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.split(tensor.reshape(-1), CHUNK)
 
@@ -59,15 +83,16 @@ def _ends_in_parts(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack(torch.aminmax(torch.stack(pairs)))
 
 
-def read(pairs: Sequence[torch.Tensor]) -> list[Ends]:
-    """Bring many `ends` to the host in one transfer a device and dtype: a list of (low, high), in order."""
-    values: list[Ends] = [(0.0, 0.0)] * len(pairs)
-    places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, pair in enumerate(pairs):
-        places.setdefault((pair.device, pair.dtype), []).append(index)
-    for indices in places.values():
-        found = torch.stack([pairs[index] for index in indices]).tolist()
-        for index, (low, high) in zip(indices, found):
+def read(ranges: Sequence[Range]) -> list[Ends]:
+    """Bring many ranges to the host in one transfer a device and dtype: a list of (low, high), in order."""
+    values: list[Ends] = [FINITE if isinstance(each, torch.Tensor) else each for each in ranges]
+    waiting = [(index, each) for index, each in enumerate(ranges) if isinstance(each, torch.Tensor)]
+    places: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
+    for index, pair in waiting:
+        places.setdefault((pair.device, pair.dtype), []).append((index, pair))
+    for place in places.values():
+        found = torch.stack([pair for _, pair in place]).tolist()
+        for (index, _), (low, high) in zip(place, found):
             values[index] = (low, high)
     return values
 
@@ -96,10 +121,11 @@ def counts(tensor: torch.Tensor | None) -> dict[str, int | None]:
 
 def bad_of(pairs: Iterable[tuple[str, torch.Tensor]], counted: int = 16) -> list[Entry]:
     """Non-finite ones of (name, tensor) pairs; the first `counted` with counts. One transfer for all."""
-    flags = [(name, tensor, ends(tensor)) for name, tensor in pairs]
-    known = [(name, tensor, pair) for name, tensor, pair in flags if pair is not None]
+    looked = [(name, tensor, look(tensor)) for name, tensor in pairs]
+    # what is known to be finite needs no further question: on the CPU, and in health, that is all
+    known = [(name, tensor, found) for name, tensor, found in looked if found is not None and found is not FINITE]
     bad: list[Entry] = []
-    for (name, tensor, _), (low, high) in zip(known, read([pair for _, _, pair in known])):
+    for (name, tensor, _), (low, high) in zip(known, read([found for _, _, found in known])):
         value = kind(low, high)
         if value is not None:
             bad.append(entry(name, value, tensor if len(bad) < counted else None))

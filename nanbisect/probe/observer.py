@@ -1,4 +1,4 @@
-"""What the probe sees of forward and backward: roots, leaves, losses, gradients as they arrive."""
+"""What the probe sees of forward and backward: roots, leaves, losses. Gradients are seen by `arrivals`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import math
 import os
 import threading
 import weakref
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, NamedTuple, Sequence
 
 import torch
 
 from . import inputs, numbers
+from .arrivals import Arrivals
 from .batches import Batches, Forward
 from .graph import Walk
 from .handles import Handles
@@ -22,10 +23,9 @@ from .partial import reason
 from .steps import Steps
 from .stopping import Stopper
 from .unhanded import Unhanded
-from .window import Clock, Flag, Loss, Window
+from .window import Clock, Loss, Window
 
 SEARCHES = 3  # walks over all objects alive, to find a module that training never calls
-USES = 16  # uses of one tensor looked at one by one; a recurrent weight has hundreds
 TINY = 1 << 10  # scaled losses remembered at most
 TEXT = 200  # characters of an error's message
 LOSSES = 16  # kept of one forward
@@ -49,9 +49,7 @@ class Observer:
         self.batches = Batches()
         self.steps = Steps(journal, self.names, self.clock, self.batches)
         self.stopper = Stopper(limits, journal)
-        self.plain_register: Any = torch.Tensor.register_post_accumulate_grad_hook
-        self.guarded_arrived: Callable[[torch.Tensor], Any] = self.arrived
-        self.guarded_use: Callable[[Any, str, torch.Tensor | None], Any] = self.use_arrived
+        self.arrivals = Arrivals(self.steps, self.handles, self.clock)
         self._begin()
 
     def _begin(self) -> None:
@@ -69,6 +67,7 @@ class Observer:
         """This is a child now: what the parent saw stays the parent's."""
         self._begin()
         self.names = self.steps.names = Names(self.handles)
+        self.clock.restart()
         self.batches = self.steps.batches = Batches()
         self.journal.begin()
         self.stopper.tries = 0
@@ -78,6 +77,7 @@ class Observer:
         """Take orders as if the probe had been installed here and now."""
         self.journal.folder, self.journal.every_line = folder, limits.every_line
         self.stopper.limits = limits
+        self.clock.restart()
         self.journal.armed()
 
     @property
@@ -98,10 +98,13 @@ class Observer:
         self.leaving()
         self.steps.ended = True
         self.steps.end("exit")
-        count, wanted = self.steps.count, self.stopper.limits.steps
+        count, contents, wanted = self.steps.count, self.steps.contents, self.stopper.limits.steps
+        self.clock.take()
         self.journal.exit(
             steps=count.steps, backwards=count.backwards, events=self.steps.events,
             short=wanted if self.stopper.short(count) else 0, unfinished=self.steps.unfinished,
+            unseen_since=contents.whole_step if contents.unseen else None,
+            seconds=self.steps.seconds(), probe_seconds=self.clock.taken,
         )  # fmt: skip
 
     # forward -----------------------------------------------------------------------------------
@@ -176,7 +179,7 @@ class Observer:
         why = reason(module)
         if why is not None:
             self.journal.write("partial", reason=why)
-        self.steps.check_loaded(parameters, buffers, unsaved(module))
+        self.steps.contents.loaded(self.window, parameters, buffers, unsaved(module))
 
     def _describe(self, module: torch.nn.Module) -> None:
         parameters = list(module.parameters())
@@ -196,10 +199,17 @@ class Observer:
             tied=[[name, *others] for name, others in self.names.tied.items()],
         )
 
-    def _named_leaves(self) -> list[torch.Tensor]:
-        """Leaves of this step that a module holds (not FSDP's unsharded ones, which lose their gradients anyway)."""
-        leaves = [handle() for handle in list(self.window.leaves.values())]
-        return [leaf for leaf in leaves if leaf is not None and self.names.named(leaf)]
+    def _gradients_gone(self) -> bool:
+        """Whether no leaf of this step that a module holds has a gradient any more (FSDP's unsharded leaves lose
+        theirs anyway); the first one that has one answers."""
+        gone = False
+        for handle in list(self.window.leaves.values()):
+            leaf = handle()
+            if leaf is not None and self.names.named(leaf):
+                if leaf.grad is not None:
+                    return False
+                gone = True
+        return gone
 
     def returned(self, module: torch.nn.Module, output: Any) -> None:
         """A root's forward is over: keep the loss that it (or a loss function) returned, and how to know it again."""
@@ -221,8 +231,7 @@ class Observer:
         window = self.window
         if not window.leaves or window.stepping or self.steps.frees_gradients:
             return
-        leaves = self._named_leaves()
-        if leaves and all(leaf.grad is None for leaf in leaves):
+        if self._gradients_gone():
             self.steps.end("backward_only" if window.consumed else "dropped")
 
     # backward ----------------------------------------------------------------------------------
@@ -250,8 +259,8 @@ class Observer:
             self._note_losses([root for root in roots if isinstance(root, torch.Tensor)])
             self._learn_by_search([leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter)])
         for leaf in leaves:
-            self.hook(leaf)
-        return [handle for leaf in leaves for handle in self._hook_uses(leaf, walk)]
+            self.arrivals.hook(leaf)
+        return [hook for leaf in leaves for hook in self.arrivals.hook_uses(leaf, walk)]
 
     def raised(self, error: Exception) -> None:
         """The outermost backward raised: a script may swallow that, and the NaN with it."""
@@ -264,12 +273,12 @@ class Observer:
             handle.remove()
         if nested:
             return
-        self.steps.look_at_buffers()
+        self.arrivals.held.clear()
+        self.steps.contents.look_at_buffers(self.window)
         if self.window.stepped_inside:
             self.steps.end("step")
         else:
-            leaves = self._named_leaves()
-            self.window.consumed = bool(leaves) and all(leaf.grad is None for leaf in leaves)
+            self.window.consumed = self._gradients_gone()
 
     def _learn_by_search(self, leaves: list[torch.Tensor]) -> None:
         """Training may call only parts of the model: find the module that holds all leaves, a few times at most."""
@@ -301,45 +310,6 @@ class Observer:
                 reference, unscaled = self.scaled.get(id(root), (None, None))
                 known = unscaled if reference is not None and reference() is root else None
                 self.window.losses.append(Loss(self.window.micro, handed, known))
-
-    def hook(self, leaf: torch.Tensor) -> None:
-        """Look at this leaf's gradient whenever it is accumulated; ours is the first hook of all."""
-        handle = self.handles.of(leaf)
-        if not handle.hooked and leaf.is_leaf and leaf.requires_grad:
-            handle.hooked = True
-            self.plain_register(leaf, self.guarded_arrived)
-
-    def arrived(self, leaf: torch.Tensor) -> None:
-        """A gradient was accumulated into `leaf`."""
-        if leaf.grad is None:
-            return
-        ends = numbers.ends(leaf.grad)
-        if ends is not None:
-            window, handle = self.window, self.handles.of(leaf)
-            window.leaves[id(handle)] = handle
-            window.flags.append(Flag(window.micro_batch, handle, None, ends))
-
-    def _hook_uses(self, leaf: torch.Tensor, walk: Walk) -> list[Any]:
-        """Each use of a tied weight by itself: the sum in `.grad` can't be told apart afterwards."""
-        uses = walk.uses.get(id(leaf), [])
-        if not 1 < len(uses) <= USES:
-            return []
-        handle = self.handles.of(leaf)
-        return [node.register_hook(self._look(handle, index, walk.use_name(node))) for node, index in uses]
-
-    def _look(self, handle: Any, index: int, use: str) -> Callable[[Any, Any], None]:
-        guarded_use = self.guarded_use
-
-        def look(grad_inputs: Any, _: Any) -> None:
-            guarded_use(handle, use, grad_inputs[index])
-
-        return look
-
-    def use_arrived(self, handle: Any, use: str, grad: torch.Tensor | None) -> None:
-        """One use of a tied weight gave its share of the gradient."""
-        ends = numbers.ends(grad) if grad is not None else None
-        if ends is not None:
-            self.window.flags.append(Flag(self.window.micro_batch, handle, use, ends))
 
     def _self_check(self, roots: Sequence[Any]) -> None:
         """Plant a NaN once, through the same backward, hook and reading as real gradients.

@@ -11,6 +11,7 @@ import functools
 import os
 import sys
 import threading
+import time
 import types
 from multiprocessing import util
 from typing import Any, Callable
@@ -21,13 +22,13 @@ from torch.nn.utils import clip_grad
 from torch.optim import optimizer as optimizers
 from torch.utils.data import get_worker_info
 
-from .guard import Guard, compiling
+from .guard import Guard
 from .inputs import call_arguments
 from .libraries import install_libraries
 from .loading import install_loaders
 from .observer import TEXT, Observer
+from .phase import compiling, inside_backward
 from .scaling import absorbed, install_scaler
-from .steps import inside_backward
 from .unhanded import install_questions
 
 CLIPS = ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_")
@@ -36,8 +37,8 @@ CLIPS = ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_")
 def install(observer: Observer) -> Guard:
     """Patch this process once."""
     guard = Guard(observer)
-    observer.guarded_arrived = guard(observer.arrived, "gradient")
-    observer.guarded_use = guard(observer.use_arrived, "gradient of a tied weight")
+    observer.arrivals.guarded_arrived = guard(observer.arrivals.arrived, "gradient")
+    observer.arrivals.guarded_use = guard(observer.arrivals.use_arrived, "gradient of a tied weight")
     _backward(observer, guard)
     _leaf_hooks(observer, guard)
     _swap(observer)
@@ -65,7 +66,7 @@ def _backward(observer: Observer, guard: Guard) -> None:
         if compiling():
             real(tensors, *args, **kwargs)
             return
-        nested = torch._C._current_graph_task_id() != -1
+        nested = inside_backward()
         if isinstance(tensors, torch.Tensor) or hasattr(tensors, "node"):  # a tensor or a gradient edge
             hooks = enter([tensors], nested)
         else:
@@ -109,7 +110,7 @@ def _endings(observer: Observer, guard: Guard) -> None:
 def _leaf_hooks(observer: Observer, guard: Guard) -> None:
     """A hook of the script may step and drop the gradient: ours is registered before it."""
     real: Any = torch.Tensor.register_post_accumulate_grad_hook
-    hook = guard(observer.hook, "hook")
+    hook = guard(observer.arrivals.hook, "hook")
 
     @functools.wraps(real)
     def register_post_accumulate_grad_hook(self: torch.Tensor, function: Any) -> Any:
@@ -134,30 +135,41 @@ def _swap(observer: Observer) -> None:
 
 
 def _forward(observer: Observer, guard: Guard) -> None:
-    depth = threading.local()
+    """Only the outermost module is looked at. The hooks of all others count depth and time themselves, cheaply."""
+    depth, clock, now = threading.local(), observer.clock, time.perf_counter
     settle, root = guard(observer.end_without_step, "forward"), guard(observer.forward, "forward")
     returned, gathered = guard(observer.returned, "forward"), guard(observer.gathered, "names")
 
     def before(module: torch.nn.Module, args: Any) -> None:
         if compiling():
             return
-        if torch._C._current_graph_task_id() != -1:
+        began = now()
+        if inside_backward():
             observer.window.recomputed += 1
+            clock.seconds += now() - began
             return
         inside = getattr(depth, "value", 0)
         if not inside and module.training and torch.is_grad_enabled() and get_worker_info() is None:
             settle()
             observer.stop_if_due()  # before the count of depth: it may raise
             root(module, *call_arguments(args))
+            began = now()  # these have counted themselves
         depth.value = inside + 1
+        clock.seconds += now() - began
 
     def after(module: torch.nn.Module, _: Any, output: Any) -> None:
-        if id(module) in observer.sharded and not compiling():
+        if compiling():
+            return
+        if id(module) in observer.sharded:
             gathered(module)
-        if not compiling() and torch._C._current_graph_task_id() == -1:
+        began = now()
+        outermost = False
+        if not inside_backward():
             depth.value = max(0, getattr(depth, "value", 0) - 1)
-            if not depth.value and module.training and torch.is_grad_enabled():
-                returned(module, output)
+            outermost = not depth.value and module.training and torch.is_grad_enabled()
+        clock.seconds += now() - began
+        if outermost:
+            returned(module, output)
 
     modules.register_module_forward_pre_hook(before)
     modules.register_module_forward_hook(after, always_call=True)

@@ -36,6 +36,7 @@ EVENTS: Dict[str, Dict[str, str]] = {
     },
     "nonfinite": {
         "step": "optimizer step in which it surfaced",
+        "since": "last step after which the same was looked at and finite, if steps between were not; else null",
         "micro_batch": "micro-batch of that step",
         "rank": "rank that saw it",
         "phase": "load, forward (a buffer), loss, backward, reduce (from another rank), clip or optimizer",
@@ -65,7 +66,7 @@ EVENTS: Dict[str, Dict[str, str]] = {
         "scale": "the GradScaler's scale before the step",
         "memory": "peak bytes: host, device",
         "seconds": "since the end of the step before",
-        "probe_seconds": "the probe's own share of it",
+        "probe_seconds": "the probe's own share of it, by the host's clock",
     },
     "repair": {
         "step": "step in which it happened",
@@ -106,6 +107,9 @@ EVENTS: Dict[str, Dict[str, str]] = {
         "repairs": "code -> times",
         "short": "optimizer steps that were wanted, where the training ended by itself before; else 0",
         "unfinished": "whether it ended after a forward that had no backward, and whose loss is not known",
+        "unseen_since": "step after which optimizer state was looked at last, if steps came after it; else null",
+        "seconds": "since the first backward",
+        "probe_seconds": "the probe's own seconds in all, by the host's clock",
     },
     "died": {"thread": "a thread that trained and ended by an error", "error": "the error"},
     "probe_error": {"where": "what the probe was doing", "error": "what went wrong"},

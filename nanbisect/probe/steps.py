@@ -1,48 +1,45 @@
 """The step under way, judged before anything can smear it, and written down.
 
-Ranges of losses and gradients are kept on the device and read at the first of: clipping, unscaling,
+Ranges of losses and gradients are kept (on the device) and read at the first of: clipping, unscaling,
 the optimizer, the next training forward without gradients, exit. What arrives after that is read at
 the next of them: nothing is judged twice and nothing is skipped. Buffers, parameters and optimizer
-state are read after the step. Scripts with several optimizers step them one after another: the first
-ends the step, and evidence on parameters of the others is carried over to their turn.
+state are looked at after the step (`contents`). Scripts with several optimizers step them one after
+another: the first ends the step, and evidence on parameters of the others is carried over to their turn.
 """
 
 from __future__ import annotations
 
 import math
+import time
 import weakref
 from typing import Any, Mapping, Sequence
 
 import torch
 
 from . import findings, numbers
-from .account import FIRST_BAD, account
+from .account import account
 from .batches import Batches, Forward, Lost
+from .contents import Contents
+from .events import Events, Place
 from .graph import Walk
-from .journal import Journal, rank, shared
+from .journal import rank, shared
+from .ledger import Ledger
 from .names import Names
-from .ownership import others, owned, state_of, without_gradient
+from .ownership import others, without_gradient
+from .phase import inside_backward
 from .stopping import Count
-from .window import Bad, BufferFlag, Clock, Entry, LossValue, Surfaced, Window
+from .window import Bad, Clock, LossValue, Surfaced, Window
 
 UNPAIRED = 64  # forwards that wait for a backward: the first half and the latest, of very many
 CROWDED = 96  # of them, and the middle is dropped
 PAIRED_AT = 256  # forwards looked up at once, whatever the accumulation
-EVENTS = 4  # non-finite events written; the first is the one that counts
-STATE_ALWAYS = 64  # steps after each of which the optimizer's state is looked at, then every fifth
-STATE_EVERY = 5
 ANOMALY = " returned nan values in its "  # torch.autograd.detect_anomaly
 
 
-def inside_backward() -> bool:
-    """Whether autograd is at work on this thread: hooks of the script may clip or step there."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
 class Steps:
-    """Judges losses, gradients, norms, parameters, buffers and optimizer state, step by step."""
+    """Judges losses, gradients and norms, step by step."""
 
-    def __init__(self, journal: Journal, names: Names, clock: Clock, batches: Batches) -> None:
+    def __init__(self, journal: Ledger, names: Names, clock: Clock, batches: Batches) -> None:
         self.journal = journal
         self.batches = batches
         self.names = names
@@ -53,7 +50,8 @@ class Steps:
     def reset(self) -> None:
         """Begin at step 1 with nothing seen (a forked child's training is its own)."""
         self.window = Window(1)
-        self.events = 0
+        self.told = Events(self.journal)
+        self.contents = Contents(self.names, self.told)
         self.count = Count()
         self.unlogged: str | None = None  # a non-finite loss that no log has told of yet
         self.filtering = False  # transformers' Trainer keeps such losses out of its log
@@ -61,37 +59,16 @@ class Steps:
         self.ended = False  # the process ends: no backward will come
         self.unfinished = False  # it ended after a forward whose loss is not known
         self.scaler: weakref.ref[Any] | None = None
-        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.excused: dict[str, str] = {}  # buffers with a non-finite value that is no event by itself, and its kind
+        self.began: float | None = None  # the first backward
 
-    # loading -----------------------------------------------------------------------------------
+    @property
+    def events(self) -> int:
+        """Non-finite events so far."""
+        return self.told.count
 
-    def check_loaded(
-        self, parameters: list[tuple[str, torch.Tensor]], buffers: list[tuple[str, torch.Tensor]], unsaved: set[int]
-    ) -> None:
-        """Values before the first step. `unsaved`: ids of buffers that no checkpoint holds.
-
-        An Inf in a buffer is usually an intended mask. A NaN in an unsaved one is usually memory that loading
-        left as it was, for code that makes the values anew: where it is used, a loss or gradient shows it.
-        """
-        bad = numbers.bad_of(parameters)
-        made = {name for name, tensor in buffers if id(tensor) in unsaved}
-        for entry in numbers.bad_of(buffers):
-            if entry["value"] == "nan" and entry["name"] not in made:
-                bad.append(entry)
-            else:
-                self._excuse(entry["name"], entry["value"], "after loading")
-        if bad:
-            self._event("load", bad[0]["value"], bad, 0, len(parameters) + len(buffers))
-
-    def _excuse(self, name: str, value: str, when: str) -> None:
-        if name not in self.excused:
-            self.excused[name] = value
-            if value == "nan":
-                text = "buffer %s, which no checkpoint holds, was NaN %s (memory that nothing filled?)" % (name, when)
-                self.repair("nan_buffer", text, [name])
-            else:
-                self.repair("infinite_buffer", "buffer %s holds %s %s" % (name, value, when), [name])
+    def seconds(self) -> float:
+        """Since the first backward began."""
+        return 0.0 if self.began is None else time.perf_counter() - self.began
 
     # judging -----------------------------------------------------------------------------------
 
@@ -99,6 +76,7 @@ class Steps:
         """An outermost backward starts. Carried evidence stays only if it is still in the gradients."""
         window = self.window
         window.micro += 1
+        self.began = time.perf_counter() if self.began is None else self.began
         if window.carried:
             window.carried = [bad for bad in window.carried if findings.still(bad)]
         if window.deferred is not None and window.micro == 0:
@@ -123,17 +101,17 @@ class Steps:
         if inside_backward():  # the ranges were taken as the gradients arrived: they are read when it is over
             return
         window = self.window
-        flags, losses = window.take()
-        if not flags and not losses:
+        flags, losses, fine = window.take()
+        if not flags and not losses and not fine:
             return
         self._pair()
         unscaled = [loss.handed if loss.unscaled is None else loss.unscaled for loss in losses]
-        values = numbers.read([flag.ends for flag in flags] + [loss.handed for loss in losses] + unscaled)
+        values = numbers.read([*(flag.ends for flag in flags), *(loss.handed for loss in losses), *unscaled])
         handed, rest = values[len(flags) : len(flags) + len(losses)], values[len(flags) + len(losses) :]
         new = [findings.loss_value(loss, *pair) for loss, pair in zip(losses, zip(handed, rest))]
         window.loss_values += new
         self.unlogged = next((loss.kind for loss in new if loss.kind is not None), self.unlogged)
-        window.gradients += sum(flag.use is None for flag in flags)
+        window.gradients += fine + sum(flag.use is None for flag in flags)
         fresh = findings.bad_gradients(flags, values, window.bad, self.names)
         window.bad += fresh
         if window.step == 1:
@@ -188,7 +166,8 @@ class Steps:
         forward = lost.forward
         micro = next((each for each in (forward.micro, forward.passed) if each is not None), self.window.micro + 1)
         self.journal.write("batch", rank=rank(), **{**lost.line, "micro_batch": micro, "backward": False})
-        self._event("loss", kind, [], micro, len(self.window.leaves), step=self.window.step, backward=False)
+        place = Place("loss", kind, micro, backward=False)
+        self.told.nonfinite(self.window, place, [], len(self.window.leaves))
 
     def _surface(self, losses: list[LossValue], fresh: list[Bad]) -> None:
         """The first non-finite value read: the loss of a micro-batch stands before its gradients."""
@@ -212,7 +191,8 @@ class Steps:
     def _write(self, found: Surfaced) -> None:
         self.window.surfaced = True
         entries = [bad.entry for bad in found.bad]
-        self._event(found.phase, found.value, entries, found.micro, max(len(self.window.leaves), len(entries)))
+        place = Place(found.phase, found.value, found.micro)
+        self.told.nonfinite(self.window, place, entries, max(len(self.window.leaves), len(entries)))
 
     def backward_raised(self, text: str) -> None:
         """No gradient may show it: anomaly mode raises before the NaN reaches a parameter."""
@@ -220,7 +200,8 @@ class Steps:
         self.repair("backward_raised", text)
         if ANOMALY in text and not self.window.surfaced and not self._scaling():
             self.window.surfaced = True
-            self._event("backward", "nan", [], self.window.micro_batch, len(self.window.leaves))
+            place = Place("backward", "nan", self.window.micro_batch)
+            self.told.nonfinite(self.window, place, [], len(self.window.leaves))
 
     # GradScaler --------------------------------------------------------------------------------
 
@@ -284,8 +265,7 @@ class Steps:
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer is about to move: judge now, and see which of its bad gradients were repaired."""
-        first = optimizer not in self.optimizers
-        self.optimizers.add(optimizer)
+        first = self.contents.met(optimizer)
         self.window.stepping = True
         if inside_backward():
             return
@@ -315,8 +295,11 @@ class Steps:
         norm = findings.host_norm(window.norm)
         self._check_zero_loss(norm)
         self._check_norm(norm, how)
-        self._check_after(how == "step", optimizer)
-        if how == "exit":
+        self.contents.judge_buffers(window)
+        if how == "step":
+            self.contents.judge_moved(window, optimizer)
+        elif how == "exit":
+            self.contents.judge_left(window)
             self._pair(every=True)
             self._tell_filtered()
         if window.seen:
@@ -330,10 +313,6 @@ class Steps:
         if self.filtering and self.unlogged is not None:
             text = "the Trainer's NaN filter (logging_nan_inf_filter) keeps %s, handed to backward, out of its log"
             self.repair("loss_filtered", text % self.unlogged, values={"raw": self.unlogged})
-
-    def _number(self) -> int:
-        """The step that the work belongs to: the one before, if no backward was seen since."""
-        return self.window.step if self.window.seen else max(1, self.window.step - 1)
 
     def _check_zero_loss(self, norm: float | None) -> None:
         """A loss of exactly 0 looks like success; a NaN replaced by 0 after the fact looks so, too."""
@@ -355,75 +334,12 @@ class Steps:
         if not (window.bad or window.carried or window.surfaced):
             value = "nan" if math.isnan(norm) else "+inf"
             phase = "reduce" if shared() and findings.came_from_others(norm, self.names) else "clip"
-            self._event(phase, value, [], window.micro_batch, len(window.leaves), step=self._number())
-
-    def look_at_buffers(self) -> None:
-        """After a micro-batch's backward: the forward may have poisoned a buffer. Nothing is read yet."""
-        for name, tensor in self.names.buffers_now():
-            ends = numbers.ends(tensor)
-            if ends is not None:
-                handle = self.names.handles.of(tensor)
-                self.window.buffers.append(BufferFlag(self.window.micro_batch, name, handle, ends))
-
-    def _check_buffers(self) -> None:
-        """A NaN is an event, and +Inf in what was finite; -Inf is how masks are written, wherever they are built."""
-        flags, self.window.buffers = self.window.buffers, []
-        bad: list[Entry] = []
-        for flag, (low, high) in zip(flags, numbers.read([flag.ends for flag in flags])):
-            value = numbers.kind(low, high)
-            if value is None or flag.name in [entry["name"] for entry in bad]:
-                continue
-            known = self.excused.get(flag.name)
-            if value == "-inf" or known == "nan" or (value == "+inf" and known is not None):
-                self._excuse(flag.name, value, "in training")
-            else:
-                bad.append(numbers.entry(flag.name, value, flag.handle(), micro=flag.micro))
-        if bad:
-            self._event("forward", bad[0]["value"], bad, bad[0]["micro_batch"], len(flags), step=self._number())
-
-    def _check_after(self, moved: bool, optimizer: torch.optim.Optimizer | None) -> None:
-        """Buffers always (a forward may poison them), parameters and state if the optimizer moved."""
-        window = self.window
-        self._check_buffers()
-        if not moved:
-            return
-        pairs = self.names.live(self.names.parameters)
-        if not window.seen:  # a second optimizer of the same step
-            pairs = [(self.names.name(parameter), parameter) for parameter in owned(optimizer)]
-        if self._number() <= STATE_ALWAYS or self._number() % STATE_EVERY == 0 or window.bad:
-            pairs = pairs + state_of(self.optimizers, self.names)
-        self._check("optimizer", pairs)
-
-    def _check(self, phase: str, pairs: list[tuple[str, torch.Tensor]]) -> None:
-        bad = numbers.bad_of(pairs)
-        if bad:
-            step, micro = self._number(), self.window.micro_batch
-            for entry in bad:
-                entry["micro_batch"] = micro
-            if phase == "optimizer" and shared() and not self.window.all_bad():
-                reduced = numbers.bad_of(self.names.gradients())
-                phase, bad = ("reduce", reduced) if reduced else (phase, bad)
-            self._event(phase, bad[0]["value"], bad, micro, len(pairs), step=step)
-
-    # writing -----------------------------------------------------------------------------------
-
-    def _event(
-        self, phase: str, value: str, bad: list[Entry], micro: int, of: int, *,
-        step: int | None = None, backward: bool = True,
-    ) -> None:  # fmt: skip
-        self.events += 1
-        if self.events > EVENTS:
-            return
-        self.journal.write(
-            "nonfinite",
-            step=self.window.step if step is None else step, micro_batch=micro, rank=rank(), phase=phase,
-            value=value, tensors=bad[:FIRST_BAD], bad=len(bad), of=of, scale=self.window.scale, backward=backward,
-        )  # fmt: skip
+            place = Place(phase, value, window.micro_batch, window.number)
+            self.told.nonfinite(window, place, [], len(window.leaves))
 
     def repair(
         self, code: str, text: str, tensors: Sequence[str] = (), *,
         values: Mapping[str, Any] | None = None, step: int | None = None,
     ) -> None:  # fmt: skip
         """Something was repaired without a word; `values`: numbers that show it."""
-        listed, number = list(tensors[:FIRST_BAD]), self._number() if step is None else step
-        self.journal.write("repair", step=number, code=code, text=text, tensors=listed, values=dict(values or {}))
+        self.told.repair(self.window, code, text, tensors, values=values, step=step)

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any, Dict, NamedTuple
+from typing import Any, Dict, NamedTuple, Tuple, Union
 
 import torch
 
 from .handles import Handle
 
+Ends = Tuple[float, float]  # smallest and largest element
+Range = Union[torch.Tensor, Ends]  # on its device, not read yet; or on the host
 Entry = Dict[str, Any]  # one tensor in an event: name, value, micro_batch, uses, nan, posinf, neginf, numel
 
 
 class Flag(NamedTuple):
-    """The range of a gradient that arrived, still on its device; `use` for one use of a tied weight."""
+    """The range of a gradient that arrived; `use` for one use of a tied weight."""
 
     micro: int
     handle: Handle
     use: str | None
-    ends: torch.Tensor
+    ends: Range
 
 
 class Loss(NamedTuple):
@@ -61,7 +63,7 @@ class BufferFlag(NamedTuple):
     micro: int
     name: str
     handle: Handle
-    ends: torch.Tensor
+    ends: Range
 
 
 class Window:
@@ -72,6 +74,7 @@ class Window:
         self.carried: list[Bad] = carried or []
         self.deferred = deferred  # an event that a GradScaler may absorb
         self.flags: list[Flag] = []  # not read yet
+        self.fine = 0  # gradients that were found finite as they arrived, not counted yet
         self.losses: list[Loss] = []  # not read yet
         self.micro = -1
         self.nested = 0
@@ -105,6 +108,11 @@ class Window:
         return self.micro >= 0 or bool(self.leaves)
 
     @property
+    def number(self) -> int:
+        """The step that work outside a step belongs to: the one before, if no backward was seen since."""
+        return self.step if self.seen else max(1, self.step - 1)
+
+    @property
     def micro_batch(self) -> int:
         """The micro-batch under way, from 0."""
         return max(self.micro, 0)
@@ -113,19 +121,26 @@ class Window:
         """Bad gradients of this step and those carried over, each tensor once."""
         return list({id(bad.handle): bad for bad in self.carried + self.bad}.values())
 
-    def take(self) -> tuple[list[Flag], list[Loss]]:
-        """What has not been read yet; it is read once."""
-        flags, losses = self.flags, self.losses
-        self.flags, self.losses = [], []
-        return flags, losses
+    def take(self) -> tuple[list[Flag], list[Loss], int]:
+        """What has not been read yet, and how many need no reading; it is taken once."""
+        taken = self.flags, self.losses, self.fine
+        self.flags, self.losses, self.fine = [], [], 0
+        return taken
 
 
 class Clock:
-    """The probe's own seconds: work inside work counts once, on each thread (CUDA's backward has its own)."""
+    """The probe's own seconds: work inside work counts once, on each thread (CUDA's backward has its own).
+
+    It is the host's clock. Kernels that the probe starts on a device run later, beside or behind the training's
+    own, and are not in it; where the probe reads from a device it waits for all that was started before, the
+    training's own kernels included, and that wait is in it. On the CPU it is all there is, but for what Python
+    needs to call a hook at all.
+    """
 
     def __init__(self) -> None:
         self.local = threading.local()
-        self.seconds = 0.0
+        self.seconds = 0.0  # since the last take; hooks that run once a module or gradient add to it by themselves
+        self.taken = 0.0  # by all takes
 
     def __enter__(self) -> None:
         depth = getattr(self.local, "depth", 0)
@@ -143,11 +158,17 @@ class Clock:
         """Whether the work of now runs inside other work of the probe."""
         return getattr(self.local, "depth", 0) > 1
 
+    def restart(self) -> None:
+        """Nothing counted so far (a forked child's training is its own)."""
+        self.take()
+        self.taken = 0.0
+
     def take(self) -> float:
         """Seconds since the last take, the running work included."""
         now = time.perf_counter()
-        taken, self.seconds = self.seconds, 0.0
+        seconds, self.seconds = self.seconds, 0.0
         if getattr(self.local, "depth", 0):
-            taken += now - self.local.since
+            seconds += now - self.local.since
             self.local.since = now
-        return taken
+        self.taken += seconds
+        return seconds

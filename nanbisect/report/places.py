@@ -148,7 +148,7 @@ def _position(site: Site, group: Sequence[CellResult], *, brief: bool = False) -
         return f"right after load, before the first step{_first(site)}{who}"
     exact = site.micro_batch and site.phase in OF_A_MICRO_BATCH and len(group) == 1
     micro = f" (micro-batch {site.micro_batch}, counted from 0)" if exact else ""
-    return f"in {OF_STEP.get(site.phase, one_line(site.phase))} of step {site.step}{micro}{_first(site)}{who}"
+    return f"in {OF_STEP.get(site.phase, one_line(site.phase))} of {site.steps}{micro}{_first(site)}{who}"
 
 
 def _ranks(group: Sequence[CellResult], brief: bool) -> str:

@@ -1,0 +1,25 @@
+"""What torch is doing at this moment, on this thread."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+
+CUDA: Any = torch.cuda
+compiling: Callable[[], bool] = getattr(torch.compiler, "is_compiling", lambda: False)
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured: a read of ours would break it."""
+    return bool(CUDA.is_initialized() and CUDA.is_current_stream_capturing())
+
+
+def graph_task() -> int:
+    """A number for the backward call at work here, each nested one its own; -1 outside."""
+    return int(torch._C._current_graph_task_id())
+
+
+def inside_backward() -> bool:
+    """Whether autograd is at work: hooks of the script may clip or step there, and modules run again."""
+    return bool(torch._C._current_graph_task_id() != -1)
