@@ -210,8 +210,7 @@ def _aborted(evidence: Evidence) -> bool:
     return (
         ranks.world(evidence.probe) > 1
         and not evidence.events("raised")
-        and {ranks.process_of(line) for line in evidence.events("exit")}
-        >= {ranks.process_of(line) for line in evidence.events("self_check")}
+        and presence.told_to_the_end(evidence)
         and codes <= {"0", f"-{signal.SIGABRT.value}", f"-{signal.SIGTERM.value}"}
         and ABORT.search(tail) is not None
     )
@@ -255,17 +254,6 @@ def _blind(evidence: Evidence) -> tuple[Status, str] | None:
     if errors:
         return Status.FAILED, f"not judged: the probe failed in {errors[0]['where']}: {errors[0]['error']}"
     return None
-
-
-def _told_to_the_end(evidence: Evidence) -> bool:
-    """Whether every training process told all it saw: a lost tail would hide what it held.
-
-    One that was to stop after so many steps has judged the last of them by then; whether it leaves in good order or
-    is ended by its launcher (when another rank aborts at its exit, as gloo's do now and then) is no matter.
-    """
-    stops = [line for line in evidence.events("stopped") if line["forced"] or line["why"] == "steps"]
-    told = {ranks.process_of(line) for line in (*evidence.events("exit"), *stops)}
-    return told >= {ranks.process_of(line) for line in evidence.events("self_check")}
 
 
 def _all_finite(step: Line) -> bool:

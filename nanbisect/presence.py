@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from nanbisect.outcome import Note, Status
+from nanbisect.ranks import process_of
 
 Line = Mapping[str, Any]
 Refusal = tuple[Status, str]
@@ -83,9 +84,14 @@ def cut_short(seen: Seen) -> Refusal | None:
 
 
 def told_to_the_end(seen: Seen) -> bool:
-    """Whether every training process wrote its last line: a lost tail would hide what it held."""
-    ends = len(seen.events("exit")) + sum(bool(line["forced"]) for line in seen.events("stopped"))
-    return ends >= len(seen.events("self_check"))
+    """Whether every training process told all it saw: a lost tail would hide what it held.
+
+    One that was to stop after so many steps has judged the last of them by then; whether it leaves in good order or
+    is ended by its launcher (when another rank aborts at its exit, as gloo's do now and then) is no matter.
+    """
+    stops = [line for line in seen.events("stopped") if line["forced"] or line["why"] == "steps"]
+    told = {process_of(line) for line in (*seen.events("exit"), *stops)}
+    return told >= {process_of(line) for line in seen.events("self_check")}
 
 
 def doubts(seen: Seen) -> Iterator[Note]:
