@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from nanbisect.outcome import Note, Status
+from nanbisect.outcome import Note, Status, number
 from nanbisect.ranks import process_of
 
 Line = Mapping[str, Any]
@@ -77,6 +77,10 @@ def cut_short(seen: Seen) -> Refusal | None:
         return Status.FAILED, f"not judged: the thread that trained ended by an error: {died[0]['error']}"
     if seen.left and not told_to_the_end(seen):
         return Status.FAILED, BACKGROUND
+    moved = [line for line in seen.events("step") if line["ended"] in ("step", "scaler_skip")]
+    if moved and moved[-1]["ended"] == "scaler_skip":
+        what = f"not judged: the GradScaler skipped the last step, at scale {number(moved[-1]['scale'] or 0.0):g}"
+        return Status.FAILED, f"{what}: nothing shows that it would have settled"
     if (steps := _steps_of_short(seen)) and _unfinished(seen):
         what = "not judged: the command ended by itself after a forward that had no backward"
         return Status.FAILED, f"{what}, having taken {steps}: whether it saw a NaN there is not known"

@@ -22,7 +22,7 @@ def test_the_trainings_are_the_same_and_the_probe_times_itself() -> None:
     assert 0 < watched.share < 1
     assert plain.ratios == (1.0, 1.0, 1.0)
     lines = overhead.table(16, rows)
-    assert [line.split(" | ")[1] for line in lines] == ["plain", "nanbisect watch"]
+    assert [line.split(" | ")[0] for line in lines] == ["| plain", "| nanbisect watch"]
     assert {line.count("|") for line in (*lines, *overhead.HEAD)} == {7}
 
 

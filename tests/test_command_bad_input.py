@@ -148,6 +148,7 @@ def test_a_torch_that_is_too_old(tmp_path: Path) -> None:
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("from .version import __version__\n")
     (package / "version.py").write_text("__version__ = '1.13.1'\n")
+    (tmp_path / "train.py").write_text(TRAINS)
     done = run(tmp_path, PYTHON, "train.py", more="env: {PYTHONPATH: lib}\n")
     done.refused("has torch 1.13.1; the probe needs 2.1", "try: a newer torch")
     words = (PYTHON, "-c", "import torch; print(torch.__version__)")
@@ -213,6 +214,7 @@ def test_a_flag_that_the_installed_trainer_does_not_have(tmp_path: Path) -> None
     )
     body = "".join(f"    {name}: str = ''\n" for name in fields)
     (package / "training_args.py").write_text(f"class TrainingArguments:\n{body}")
+    (tmp_path / "train.py").write_text(TRAINS)
     more = "env: {PYTHONPATH: lib}\nfactors: {gradient_checkpointing: [off, on]}\n"
     matrix(tmp_path, PYTHON, "train.py", more=more, trainer="transformers")
     done = quiet(nanbisect("run", "bad.yaml", "--out", "out", cwd=tmp_path))

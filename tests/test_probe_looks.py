@@ -70,6 +70,23 @@ def test_large_healthy_values_are_no_event(seen: Seen) -> None:  # noqa: F811
     assert not seen.kind("nonfinite") and [line["gradients"] for line in seen.steps] == [2, 2]
 
 
+@scenario("""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    class NoSums(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.sum.default:
+                raise ValueError("no sums here")
+            return func(*args, **(kwargs or {}))
+    model, optimizer = net()
+    with NoSums():
+        model(x()).square().mean().backward()
+    optimizer.step()
+    note(done=True)
+""")
+def test_a_sum_that_raises_breaks_no_backward_and_loses_no_gradient(seen: Seen) -> None:  # noqa: F811
+    assert seen.note == {"done": True} and seen.steps[0]["gradients"] == 6
+
+
 TIED = """
     embed, head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
     head.weight = embed.weight

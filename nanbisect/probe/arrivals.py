@@ -28,9 +28,8 @@ class Arrivals:
         self.steps = steps
         self.handles = handles
         self.clock = clock
-        self.held: dict[
-            tuple[int, int], tuple[str, torch.Tensor]
-        ] = {}  # a tied weight's last use, until its sum is there
+        # (backward call, tied weight) -> its last use and that use's gradient, until the sum is there
+        self.held: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
         self.plain_register: Any = torch.Tensor.register_post_accumulate_grad_hook
         self.guarded_arrived: Callable[[torch.Tensor], Any] = self.arrived
         self.guarded_use: Callable[..., Any] = self.use_arrived

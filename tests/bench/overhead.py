@@ -198,8 +198,8 @@ def table(tokens: int, rows: Sequence[Row]) -> list[str]:
     """Lines of Markdown."""
     plain = rows[0]
     return [
-        f"| {tokens:,} | {each.variant.name} | {each.seconds:.3f} s | {ratio(each, plain)} "
-        f"| {'' if each.share is None else f'{each.share:.2%}'} | {each.peak / plain.peak - 1:+.1%} |"
+        f"| {each.variant.name} | {tokens:,} | {each.seconds:.3f} s | {ratio(each, plain)} "
+        f"| {'' if each.share is None else f'{each.share:.1%}'} | {each.peak / plain.peak - 1:+.1%} |"
         for each in rows
     ]
 
@@ -213,8 +213,8 @@ def ratio(each: Row, plain: Row) -> str:
 
 
 HEAD = (
-    "| tokens a step | training | step | paired ratio (quartiles) | own clock | peak memory |",
-    "| ---: | --- | ---: | ---: | ---: | ---: |",
+    "| training | tokens a step | time of a step | ratio to plain (quartiles) | own clock | peak memory |",
+    "| --- | ---: | ---: | ---: | ---: | ---: |",
 )
 
 
