@@ -362,6 +362,32 @@ def test_an_error_raised_before_backward_still_holds_the_loss(tmp_path: Path) ->
     assert (event["phase"], event["step"], event["backward"]) == ("loss", 1, False)
 
 
+@limited("""
+    limit(NANBISECT_STOP="event", NANBISECT_STEPS="2")
+    overflowing(lambda parameters: torch.optim.SGD(parameters, lr=0.1), power=18, steps=9)
+""")
+def test_steps_that_a_scaler_skips_do_not_count_against_those_that_are_wanted(seen: Seen) -> None:  # noqa: F811
+    """Else a healthy fp16 run would be stopped before its first step."""
+    assert seen.ended == ["scaler_skip"] * 3 + ["step"] * 2 and not seen.kind("nonfinite")
+    assert (seen.kind("stopped")[0]["why"], seen.lines[-1]["short"]) == ("steps", 0)
+
+
+@limited("""
+    limit(NANBISECT_STOP="event", NANBISECT_STEPS="2")
+    model, optimizer = net(nan)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    for _ in range(9):
+        scaler.scale(model(x()).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+""")
+def test_a_nan_that_a_scaler_skips_for_good_is_an_event_in_the_end(seen: Seen) -> None:  # noqa: F811
+    """It takes more steps than were wanted, and fewer than it takes the scale to fall to 1."""
+    assert seen.ended == ["scaler_skip"] * 5 and seen.nonfinite["step"] == 5
+    assert seen.kind("stopped")[0]["why"] == "event"
+
+
 # silent repairs --------------------------------------------------------------------------------
 
 

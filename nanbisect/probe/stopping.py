@@ -22,16 +22,22 @@ TRIES = 3  # raised so often; a script that swallows it is then ended without it
 
 
 class Count:
-    """Steps and backward calls of this process. `accumulation`: backward calls of the first step or skip."""
+    """Steps and backward calls of this process. `accumulation`: backward calls of the first step or skip.
+
+    `absorbed`: those of steps that a GradScaler skipped. They end by themselves: its scale falls until a step is taken,
+    or down to 1, where a skip is an event.
+    """
 
     def __init__(self) -> None:
         self.steps = 0
         self.backwards = 0
+        self.absorbed = 0
         self.accumulation = 0
 
     def ended(self, how: str, backwards: int) -> None:
         """A step has ended with so many backward calls in it."""
         self.backwards += backwards
+        self.absorbed += backwards if how == "scaler_skip" else 0
         self.steps += how in ("step", "backward_only")
         if not self.accumulation and how != "exit":
             self.accumulation = backwards
@@ -53,13 +59,17 @@ class Stopper:
             return "event"
         if limits.steps and count.steps >= limits.steps:
             return "steps"
-        allowed = limits.backwards or limits.steps * count.accumulation
-        return "backwards" if allowed and count.backwards + under_way >= allowed else None
+        done = count.backwards + under_way
+        if limits.backwards:
+            return "backwards" if done >= limits.backwards else None
+        allowed = limits.steps * count.accumulation
+        return "backwards" if allowed and done - count.absorbed >= allowed else None
 
     def short(self, count: Count) -> bool:
         """Whether a training that ends now was to go further."""
         wanted = self.limits.steps
-        return bool(wanted) and count.steps < wanted and count.backwards < wanted * max(1, count.accumulation)
+        done = count.backwards - count.absorbed
+        return bool(wanted) and count.steps < wanted and done < wanted * max(1, count.accumulation)
 
     def stop(self, why: str, count: Count, under_way: int) -> None:
         """Raise SystemExit, or end the process where that was swallowed or would only end a thread."""
