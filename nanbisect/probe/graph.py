@@ -7,6 +7,7 @@ without knowing any of them, and costs about a microsecond a node.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Any, Iterable
 
 import torch
@@ -30,7 +31,7 @@ class Walk:
         self.leaves: dict[int, torch.Tensor] = {}
         self.uses: dict[int, list[tuple[Node, int]]] = {}
         self.kernels: dict[str, int] = {}
-        self.parents: dict[Node, Node] = {}
+        self.parents: dict[Node, Node | None] = {}  # every node -> one that it was found from
         self._walk([node for node in map(self._entry, roots) if node is not None])
 
     def _entry(self, root: Any) -> Node | None:
@@ -42,25 +43,25 @@ class Walk:
         return root.grad_fn
 
     def _walk(self, stack: list[Node]) -> None:
-        seen, parents = set(stack), self.parents
-        kinds: dict[type, int] = {}
+        parents = self.parents
+        parents.update(dict.fromkeys(stack))
+        stack = list(parents)  # each root once
         while stack:
             node = stack.pop()
-            kind = type(node)
-            kinds[kind] = kinds.get(kind, 0) + 1
-            if kind.__name__ == UNNAMED:
-                self._count(node.name(), 1)
             for index, (child, _) in enumerate(node.next_functions):
                 if child is None:
                     continue
                 if type(child).__name__ == "AccumulateGrad":  # a user's Function may have a `variable` of its own
                     self._leaf(child.variable, node, index)
-                elif child not in seen:
-                    seen.add(child)
+                elif child not in parents:
                     parents[child] = node
                     stack.append(child)
+        kinds = Counter(map(type, parents))
         for kind, count in kinds.items():
             self._count(kind.__name__, count)
+        if UNNAMED in {kind.__name__ for kind in kinds}:
+            for node in parents:
+                self._count(node.name() if type(node).__name__ == UNNAMED else "", 1)
 
     def _count(self, name: str, times: int) -> None:
         if KERNEL.search(name):
