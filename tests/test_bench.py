@@ -12,10 +12,10 @@ pytestmark = pytest.mark.training
 def test_the_trainings_are_the_same_and_the_probe_times_itself() -> None:
     """A row each with its numbers; only a training under the probe has a share of its clock."""
     variants = (overhead.PLAIN, overhead.WATCH)
-    rows = overhead.measure(overhead.Work(tokens=16, toy=True), 10, variants)
+    rows = overhead.measure(overhead.Work(tokens=16, toy=True), 20, variants)
     overhead.check(rows)
     plain, watched = rows
-    assert len(plain.bits) == 2 * (overhead.WARM_UP + 10)  # a loss and a norm of every step
+    assert len(plain.bits) == 2 * (overhead.WARM_UP + 20)  # a loss and a norm of every step
     assert len(set(plain.bits[::2])) > 1
     assert plain.share is None
     assert watched.share is not None

@@ -34,27 +34,37 @@ class Arrivals:
         self.guarded_arrived: Callable[[torch.Tensor], Any] = self.arrived
         self.guarded_use: Callable[..., Any] = self.use_arrived
 
-    def hook(self, leaf: torch.Tensor) -> None:
-        """Look at this leaf's gradient whenever it is accumulated; ours is the first hook of all."""
+    def hook(self, leaf: torch.Tensor) -> bool:
+        """Look at this leaf's gradient whenever it is accumulated; ours is the first hook of all. Whether it is new."""
         handle = self.handles.of(leaf)
-        if not handle.hooked and leaf.is_leaf and leaf.requires_grad:
-            handle.hooked = True
-            self.plain_register(leaf, self.quick)
+        if handle.hooked or not (leaf.is_leaf and leaf.requires_grad):
+            return False
+        handle.hooked = True
+        self.plain_register(leaf, self.quick)
+        return True
 
     def quick(self, leaf: torch.Tensor) -> None:
-        """A gradient was accumulated into `leaf`: the short way for a finite one, else the whole one."""
+        """A gradient was accumulated into `leaf`: the short way for a finite one, else the whole one.
+
+        The books are kept before the sum: behind it, every line of them would be fetched from memory.
+        """
         if compiling():
             return
-        began, grad, handle = time.perf_counter(), leaf.grad, self.handles.table.get(id(leaf))
-        if grad is None or handle is None or handle() is not leaf or not numbers.certainly_finite(grad):
+        began, clock, tied = time.perf_counter(), self.clock, self.held
+        grad, handle = leaf.grad, self.handles.table.get(id(leaf))
+        if grad is None or handle is None or handle() is not leaf or not numbers.summable(grad):
             self.guarded_arrived(leaf)
             return
         window = self.steps.window
         window.leaves[id(handle)] = handle
         window.fine += 1
-        if self.held:
-            self._release(handle)
-        self.clock.seconds += time.perf_counter() - began
+        if numbers.finite_sum(grad):
+            clock.seconds += time.perf_counter() - began
+            if tied:  # after the clock: torch would have freed this gradient at this moment, and that takes long
+                self._release(handle)
+        else:
+            window.fine -= 1
+            self.guarded_arrived(leaf)
 
     def arrived(self, leaf: torch.Tensor) -> None:
         """The whole way."""

@@ -3,7 +3,7 @@
 Parameters in training are looked at after every step. What else there is may be several times as large:
 the optimizers' state, and frozen parameters (which nothing should change). In a run whose end the driver
 knows (a cell) that is looked at after every step too; in one that may last for days after the first few,
-then after every tenth, whenever something else was non-finite, and at the end. An event that may have
+then after every twentieth, whenever something else was non-finite, and at the end. An event that may have
 arisen before the step after which it was found says since when nobody had looked.
 """
 
@@ -22,7 +22,7 @@ from .ownership import owned, state_of
 from .window import BufferFlag, Entry, Window
 
 FIRST = 4  # steps of a long run after each of which all is looked at,
-EVERY = 10  # and then one in so many
+EVERY = 20  # and then one in so many
 
 
 class Contents:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from typing import Any, Iterable, NamedTuple
 
 import torch
@@ -50,9 +51,9 @@ class Walk:
         self.uses: dict[int, list[tuple[Node, int]]] = {}
         self.kernels: dict[str, int] = {}
         self.casts: int | None = 0
-        self.parents: dict[Node, Node] = {}
-        self.entries = [node for node in map(self._entry, roots) if node is not None]
-        self._walk(list(self.entries))
+        self.parents: dict[Node, Node | None] = {}  # every node -> one that it was found from
+        self._walk([node for node in map(self._entry, roots) if node is not None])
+        self._count_kinds()
 
     def _entry(self, root: Any) -> Node | None:
         """The node where the walk starts; a root that is a leaf itself has none, nor has a constant."""
@@ -63,27 +64,29 @@ class Walk:
         return root.grad_fn
 
     def _walk(self, stack: list[Node]) -> None:
-        seen, parents = set(stack), self.parents
-        names: dict[type, str] = {}  # a name of each class, which is slow to ask for
-        counts: dict[str, int] = {}
+        parents = self.parents
+        parents.update(dict.fromkeys(stack))
+        stack = list(parents)  # each root once
         while stack:
             node = stack.pop()
-            kind = type(node)
-            name = names.get(kind)
-            if name is None:
-                name = node.name()
-                if kind.__name__ != UNNAMED:
-                    names[kind] = name
-            counts[name] = counts.get(name, 0) + 1
             for index, (child, _) in enumerate(node.next_functions):
                 if child is None:
                     continue
                 if type(child).__name__ == "AccumulateGrad":  # a user's Function may have a `variable` of its own
                     self._leaf(child.variable, node, index)
-                elif child not in seen:
-                    seen.add(child)
+                elif child not in parents:
                     parents[child] = node
                     stack.append(child)
+
+    def _count_kinds(self) -> None:
+        """Nodes by their names, which are slow to ask for: once a class, where a class has one name."""
+        samples: dict[type[Any], Any] = {type(node): node for node in self.parents}
+        counts: Counter[str] = Counter()
+        for kind, count in Counter(type(node) for node in self.parents).items():
+            if kind.__name__ != UNNAMED:
+                counts[samples[kind].name()] += count
+            else:
+                counts.update(node.name() for node in self.parents if type(node) is kind)
         for name, count in counts.items():
             self._count(name, count)
 
@@ -102,7 +105,7 @@ class Walk:
 
     def results(self) -> set[int]:
         """Sequence numbers of all nodes: what a forward returned is known by its own."""
-        return {node._sequence_nr() for node in {*self.entries, *self.parents}}
+        return {node._sequence_nr() for node in self.parents}
 
     def use_name(self, node: Node | None) -> str:
         """lookup or head, with the first consumer that is neither a view nor a cast."""

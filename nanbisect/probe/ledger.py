@@ -20,7 +20,7 @@ AFTER = 2  # steps written after an event
 REPAIRS = 50  # lines of one kind of repair in a long run
 ROOTS = 50  # modules described
 ERROR = 200  # characters of an error
-HELD = 64  # lines kept in memory, in case that an event follows
+HELD = 256  # lines kept in memory, in case that an event follows
 
 Fields = Dict[str, Any]
 

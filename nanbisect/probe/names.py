@@ -132,13 +132,16 @@ def held_buffers(module: torch.nn.Module) -> list[torch.Tensor]:
     """Buffers of a module and its parts, in the order of `named_buffers`, which takes ten times as long."""
     found: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
-    stack = [module]
+    stack: list[torch.nn.Module | None] = [module]
     while stack:
         part = stack.pop()
-        if id(part) not in seen:
-            seen.add(id(part))
+        if part is None or id(part) in seen:
+            continue
+        seen.add(id(part))
+        if part._buffers:
             found.update((id(tensor), tensor) for tensor in part._buffers.values() if tensor is not None)
-            stack.extend(child for child in reversed(part._modules.values()) if child is not None)
+        if part._modules:
+            stack.extend(reversed(part._modules.values()))
     return list(found.values())
 
 

@@ -56,22 +56,27 @@ def ends(tensor: torch.Tensor) -> torch.Tensor | None:
             return None
 
 
-def certainly_finite(tensor: torch.Tensor) -> bool:
-    """Whether the sum of a plain tensor on the CPU says so; False where it does not or can't. Never raises."""
+def summable(tensor: torch.Tensor) -> bool:
+    """Whether this is a plain tensor on the CPU, with something in it, whose sum says whether that is finite."""
     if not (type(tensor) in PLAIN and tensor.is_cpu and tensor.dtype in SUMMED and tensor.layout is torch.strided):
         return False
     if tensor.requires_grad and torch.is_grad_enabled():  # only under create_graph: no node of ours in that graph
         return False
+    return tensor.numel() > 0
+
+
+def finite_sum(tensor: torch.Tensor) -> bool:
+    """Whether the sum says that all is finite. False where it does not, or where it raised."""
     try:
         total = tensor.sum().item()
     except Exception:  # noqa: BLE001 - unguarded, inside the user's backward: to be looked at again, guarded
         return False
-    return total - total == 0.0 and tensor.numel() > 0
+    return total - total == 0.0
 
 
 def look(tensor: torch.Tensor) -> Range | None:
     """The tensor's range, or `FINITE` where that is known on the spot; None if there is nothing to look at."""
-    return FINITE if certainly_finite(tensor) else ends(tensor)
+    return FINITE if summable(tensor) and finite_sum(tensor) else ends(tensor)
 
 
 def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -121,15 +126,33 @@ def counts(tensor: torch.Tensor | None) -> dict[str, int | None]:
 
 def bad_of(pairs: Iterable[tuple[str, torch.Tensor]], counted: int = 16) -> list[Entry]:
     """Non-finite ones of (name, tensor) pairs; the first `counted` with counts. One transfer for all."""
-    looked = [(name, tensor, look(tensor)) for name, tensor in pairs]
-    # what is known to be finite needs no further question: on the CPU, and in health, that is all
-    known = [(name, tensor, found) for name, tensor, found in looked if found is not None and found is not FINITE]
+    looked = [(name, tensor, look(tensor)) for name, tensor in _doubtful(list(pairs))]
+    known = [(name, tensor, found) for name, tensor, found in looked if found is not None]
     bad: list[Entry] = []
     for (name, tensor, _), (low, high) in zip(known, read([found for _, _, found in known])):
         value = kind(low, high)
         if value is not None:
             bad.append(entry(name, value, tensor if len(bad) < counted else None))
     return bad
+
+
+def _doubtful(pairs: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Those that have to be looked at one by one: none of the plain ones, if all their sums together are finite."""
+    plain: list[tuple[str, torch.Tensor]] = []
+    other: list[tuple[str, torch.Tensor]] = []
+    for pair in pairs:
+        (plain if summable(pair[1]) else other).append(pair)
+    return other if plain and _finite_together([tensor for _, tensor in plain]) else pairs
+
+
+def _finite_together(tensors: list[torch.Tensor]) -> bool:
+    try:
+        sums = [tensor.sum() for tensor in tensors]  # one after another: what stands between them is slow to fetch
+        kinds = {each.dtype for each in sums}
+        totals = [torch.stack([each for each in sums if each.dtype is kind]).double().sum() for kind in kinds]
+        return all(math.isfinite(total.item()) for total in totals)
+    except Exception:  # noqa: BLE001 - as in `finite_sum`
+        return False
 
 
 def entry(name: str, value: str, tensor: torch.Tensor | None, *, micro: int = 0, uses: Sequence[str] = ()) -> Entry:

@@ -61,6 +61,7 @@ class Observer:
         self.searches = 0
         self.unhanded = Unhanded()
         self.threads: set[int] = set()  # that called a model
+        self.settled = False  # all leaves have their names from one module
         self.sharded: dict[int, str] = {}
 
     def forked(self) -> None:
@@ -255,11 +256,11 @@ class Observer:
             kernels[name] = kernels.get(name, 0) + count
         self.window.add_casts(walk.casts)
         leaves = list(walk.leaves.values())
+        new = [leaf for leaf in leaves if self.arrivals.hook(leaf)]
         if not nested:
             self._note_losses([root for root in roots if isinstance(root, torch.Tensor)])
-            self._learn_by_search([leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter)])
-        for leaf in leaves:
-            self.arrivals.hook(leaf)
+            if new or not self.settled:
+                self.settled = self._learn_by_search([leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter)])
         return [hook for leaf in leaves for hook in self.arrivals.hook_uses(leaf, walk)]
 
     def raised(self, error: Exception) -> None:
@@ -280,14 +281,18 @@ class Observer:
         else:
             self.window.consumed = self._gradients_gone()
 
-    def _learn_by_search(self, leaves: list[torch.Tensor]) -> None:
-        """Training may call only parts of the model: find the module that holds all leaves, a few times at most."""
+    def _learn_by_search(self, leaves: list[torch.Tensor]) -> bool:
+        """Training may call only parts of the model: find the module that holds all leaves, a few times at most.
+
+        Whether that is settled, for as long as no other leaf comes.
+        """
         if self.names.in_one(leaves) or self.searches == SEARCHES:
-            return
+            return True
         self.searches += 1
         module = smallest_holder(leaves)
         if module is not None and not self._known(module):
             self._new_root(module, rename=True)
+        return False
 
     def scaled_by(self, scaler: Any, outputs: Any, scaled: Any) -> None:
         """A GradScaler scaled losses: keep what they were before."""

@@ -34,6 +34,12 @@ from .unhanded import install_questions
 CLIPS = ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_")
 
 
+class Depth(threading.local):
+    """How many forwards of modules are at work on this thread, one inside the other."""
+
+    value = 0
+
+
 def install(observer: Observer) -> Guard:
     """Patch this process once."""
     guard = Guard(observer)
@@ -136,7 +142,7 @@ def _swap(observer: Observer) -> None:
 
 def _forward(observer: Observer, guard: Guard) -> None:
     """Only the outermost module is looked at. The hooks of all others count depth and time themselves, cheaply."""
-    depth, clock, now = threading.local(), observer.clock, time.perf_counter
+    depth, clock, now, task = Depth(), observer.clock, time.perf_counter, torch._C._current_graph_task_id
     settle, root = guard(observer.end_without_step, "forward"), guard(observer.forward, "forward")
     returned, gathered = guard(observer.returned, "forward"), guard(observer.gathered, "names")
 
@@ -144,11 +150,11 @@ def _forward(observer: Observer, guard: Guard) -> None:
         if compiling():
             return
         began = now()
-        if inside_backward():
+        if task() != -1:
             observer.window.recomputed += 1
             clock.seconds += now() - began
             return
-        inside = getattr(depth, "value", 0)
+        inside = depth.value
         if not inside and module.training and torch.is_grad_enabled() and get_worker_info() is None:
             settle()
             observer.stop_if_due()  # before the count of depth: it may raise
@@ -164,8 +170,8 @@ def _forward(observer: Observer, guard: Guard) -> None:
             gathered(module)
         began = now()
         outermost = False
-        if not inside_backward():
-            depth.value = max(0, getattr(depth, "value", 0) - 1)
+        if task() == -1:
+            depth.value = max(0, depth.value - 1)
             outermost = not depth.value and module.training and torch.is_grad_enabled()
         clock.seconds += now() - began
         if outermost:
