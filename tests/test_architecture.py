@@ -21,7 +21,7 @@ PURE = (
     *(f"environment/{n}rows.py" for n in ("", "torch_", "machine_", "attention_")),
 )
 FLOORS = (
-    ("errors", "matrix", "outcome", "events"),
+    ("errors", "matrix", "cells", "outcome", "events"),
     (
         *(
             "yaml_tree",
