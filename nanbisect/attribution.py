@@ -29,7 +29,7 @@ from nanbisect.matrix import Factor
 from nanbisect.neutrality import Caution, Divergence, cell_cautions, cells_of, compare, listed
 from nanbisect.outcome import CellResult, Outcome, Status
 
-__all__ = ["Attribution", "Cause", "Caution", "Divergence", "Finding", "Standing", "attribute"]
+__all__ = ["Attribution", "Cause", "Caution", "Divergence", "Finding", "Standing", "attribute", "strangers_of"]
 
 
 class Standing(str, Enum):
@@ -123,6 +123,11 @@ def attribute(
             *_more_combinations(unlisted),
         ),
     )
+
+
+def strangers_of(results: Sequence[CellResult]) -> list[CellResult]:
+    """The finite cells that refute nothing: training there never met the records of some failing cell."""
+    return _refuting(results)[1]
 
 
 def _refuting(results: Sequence[CellResult]) -> tuple[list[CellResult], list[CellResult]]:

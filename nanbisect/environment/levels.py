@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from nanbisect.cells import Cells
 from nanbisect.environment.row import Row
 from nanbisect.machine import Looked
-from nanbisect.cells import Cells
 from nanbisect.matrix import Matrix
 
 UNTRIED = {True: "nothing to try; memory depends on the model", False: "only the command itself shows it"}
