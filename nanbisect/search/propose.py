@@ -1,13 +1,15 @@
-"""The door: which cells to run next, and what is known so far."""
+"""The door: which cells to run next, and what is known so far. What needs numpy is imported when it is used."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
 
-from nanbisect.outcome import Status
 from nanbisect.search.space import Space
-from nanbisect.search.values import Account, Choice, Kind, Plan, Row, Step, Strategy, Trial
+from nanbisect.search.values import Account, Choice, Plan, Row, Step, Trial
+
+if TYPE_CHECKING:
+    from nanbisect.search.evidence import Evidence
 
 Cost = Callable[[Row], float]
 """Seconds that a cell is expected to take."""
@@ -24,27 +26,45 @@ def propose(
 ) -> Step:
     """Up to `free` cells to start now. `trials` are all attempts that ended, oldest first, of any run of this
     matrix; `running` the cells under way, whose ends are taken as unknown."""
-    tried = {trial.row for trial in trials} | {*running}
-    rows = itertools.product(*(range(size) for size in space.sizes))
-    todo = itertools.islice((row for row in rows if row not in tried and space.runnable(row)), free)
-    choices = tuple(Choice(row, 1, Kind.GRID, "next in the grid") for row in todo)
-    return Step(choices, not choices and not running, account(space, trials, plan))
+    from nanbisect.search.evidence import Evidence
+
+    evidence = Evidence.of(space, trials, plan)
+    return next_step(evidence, free=free, running=running, cost=cost)
+
+
+def next_step(evidence: Evidence, *, free: int = 1, running: Collection[Row] = (), cost: Cost | None = None) -> Step:
+    """The same, for evidence that is kept."""
+    choices = choices_for(evidence, free=free, running=running, cost=cost)
+    return Step(tuple(choices), not choices and not running, _account(evidence))
+
+
+def choices_for(
+    evidence: Evidence, *, free: int = 1, running: Collection[Row] = (), cost: Cost | None = None
+) -> list[Choice]:
+    """The cells to start, without the account."""
+    from nanbisect.search.choose import choose
+    from nanbisect.search.reading import read
+    from nanbisect.search.view import View
+
+    plan, chosen = evidence.plan, list[Choice]()
+    left = free if plan.budget is None else min(free, plan.budget - evidence.spent - len(running))
+    while len(chosen) < left:
+        taken = [*running, *(choice.row for choice in chosen)]
+        choice = choose(read(View(evidence, evidence.pool, (), taken)), plan.strength)
+        if choice is None:
+            break
+        chosen.append(choice)
+    return chosen
 
 
 def account(space: Space, trials: Sequence[Trial], plan: Plan) -> Account:
     """What these trials show."""
-    judged = [trial for trial in trials if trial.status.judged]
-    finite = sum(trial.status is Status.FINITE for trial in judged)
-    return Account(
-        strategy=Strategy(plan.strategy),
-        up_to=plan.strength[0],
-        checked=plan.strength[1],
-        refuted=finite,
-        explained=0,
-        untestable=0,
-        pending=0,
-        causes=(),
-        attempts=len(trials),
-        cells=len({trial.row for trial in trials}),
-        of_cells=space.count(),
-    )
+    from nanbisect.search.evidence import Evidence
+
+    return _account(Evidence.of(space, trials, plan))
+
+
+def _account(evidence: Evidence) -> Account:
+    """To do: the counts."""
+    t, u = evidence.plan.strength
+    return Account(evidence.plan.strategy, t, u, 0, 0, 0, 0, (), attempts=evidence.spent)

@@ -1,0 +1,59 @@
+"""What the failing cells are put down to, given the evidence: the claims, and the cells that are still open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from nanbisect.search.larger import Wanted, larger_cause
+from nanbisect.search.suspicion import CERTAIN, CERTAIN_IF_FLAKY, Suspicion, information, suspect
+from nanbisect.search.values import Row
+from nanbisect.search.view import View
+
+LITTLE = 1e-3
+"""A cell that tells fewer bits than this is not worth running to tell suspects apart."""
+
+
+@dataclass
+class Reading:
+    """The view with its claims, and what is open: cells with their suspects, cells wanted by `larger`."""
+
+    view: View
+    open: list[Suspicion] = field(default_factory=list)
+    wanted: list[tuple[Row, Row]] = field(default_factory=list)
+    vague: list[Row] = field(default_factory=list)
+
+    @property
+    def unsettled(self) -> list[Row]:
+        """The failing cells that are not explained yet."""
+        return [*(suspicion.cell for suspicion in self.open), *(cell for cell, _ in self.wanted)]
+
+
+def read(view: View) -> Reading:
+    """Goes through the failing cells in the order in which they failed; `view` gets the claims."""
+    reading = Reading(view)
+    for cell in view.evidence.failing:
+        if not view.explained(cell):
+            _settle(reading, cell)
+    return reading
+
+
+def _settle(reading: Reading, cell: Row) -> None:
+    """Claims a cause for one failing cell, or notes what is open."""
+    view = reading.view
+    suspicion = suspect(view, cell)
+    if suspicion.lost:
+        try:
+            view.claim(larger_cause(view, cell))
+        except Wanted as wanted:
+            reading.wanted.append((cell, wanted.row))
+        return
+    best, weight = suspicion.best(view.index)
+    if weight >= (CERTAIN_IF_FLAKY if view.evidence.flaky else CERTAIN):
+        view.claim(best)
+    elif np.max(information(view, suspicion), initial=-1.0) < LITTLE:
+        view.claim(best)
+        reading.vague.append(cell)
+    else:
+        reading.open.append(suspicion)
