@@ -16,6 +16,7 @@ from nanbisect.errors import UsageError
 from nanbisect.matrix import Cell, Matrix
 from nanbisect.matrix_file import parse_duration
 from nanbisect.outcome import CellResult, Status
+from nanbisect.report.search import Barred, SearchSummary
 from nanbisect.report.words import counted, duration
 from nanbisect.schedule import Forecast
 from nanbisect.schedule import counted as ended_by_themselves
@@ -230,15 +231,36 @@ def imported_of(kept: Mapping[str, Any], plan: Plan, made: Iterable[tuple[str, i
     return frozenset(made)
 
 
-def account_of(
+def is_search(kept: Mapping[str, Any]) -> bool:
+    """Whether a search chose the cells of a run, by what its folder keeps; else all of them run, up to a budget."""
+    return bool(kept) and plan_from_json(kept["plan"]).strategy is not Strategy.GRID
+
+
+def summary_of(
     matrix: Matrix, blocked: Blocked, results: Sequence[CellResult], order: Order, kept: Mapping[str, Any]
-) -> tuple[Space, Account]:
+) -> SearchSummary:
     """What the attempts of a run show, by the plan that its folder keeps."""
-    plan = plan_from_json(kept["plan"])
-    space = Space.of(matrix, [levels for levels, _ in blocked])
+    plan, cells = plan_from_json(kept["plan"]), Cells(matrix)
+    found = [(o.blocked, o.reason) for result in results for o in result.attempts if o.blocked]
+    barred = {Cell(0, levels).id: (levels, reason) for levels, reason in (*blocked, *found)}
+    space = Space.of(matrix, [levels for levels, _ in barred.values()])
     imported = frozenset((cell, number) for cell, number in kept["imported"])
     first = int(matrix.settings.get("seed", "0"))
-    return space, account(space, trials_of(space, results, order, first_seed=first, imported=imported), plan)
+    known = account(space, trials_of(space, results, order, first_seed=first, imported=imported), plan)
+    tried = sum(result.status is not None for result in results)
+    return SearchSummary(
+        plan,
+        known,
+        space,
+        ended=kept["ended"] or "",
+        barred=tuple(Barred(levels, reason, _held(cells, levels)) for levels, reason in barred.values()),
+        whole=cells.listed and tried == cells.count(),
+    )
+
+
+def _held(cells: Cells, levels: Mapping[str, str]) -> int:
+    """How many cells hold these levels, of which some may be fixed settings."""
+    return cells.count() - cells.count(without=[levels])
 
 
 def costs(space: Space, expected: Forecast | None) -> Callable[[Row], float] | None:

@@ -23,6 +23,7 @@ from nanbisect.outcome import Outcome, Status, named
 from nanbisect.ranks import on_ranks
 from nanbisect.report.model import Report
 from nanbisect.report.words import counted, duration, one_line
+from nanbisect.search.values import Plan, Strategy
 
 STYLES = {
     Status.FINITE: "green",
@@ -184,16 +185,10 @@ def show_report(console: Console, report: Report) -> None:
     """The verdict first, then the grid, the cells, the cautions and what to do next."""
     console.print()
     console.print(sentence(report.verdict, "bold"), soft_wrap=True)
-    for finding in report.findings:
+    for finding in (*report.findings, *report.account):
         console.print(sentence(finding), soft_wrap=True)
     console.print()
-    legend = ", ".join(f"{mark} {meaning}" for mark, meaning in report.grid.legend.items())
-    titles = (
-        f"rows {report.grid.row_title}, columns {report.grid.column_title}" if report.grid.row_title else "the cells"
-    )
-    console.print(Text(f"{titles} ({legend})" if legend else titles, "dim"), soft_wrap=True)
-    console.print(grid_table(report))
-    console.print()
+    show_grid(console, report)
     console.print(cells_table(report, wide=console.width >= WIDE))
     if report.excerpt is not None:
         console.print(Text(f"\nthe end of the log of cell {report.excerpt.number}", "dim"), soft_wrap=True)
@@ -210,6 +205,19 @@ def show_report(console: Console, report: Report) -> None:
         console.print(Text("\nnext", "bold"))
     for step in report.next_steps:
         console.print(Text.assemble("  ", sentence(str(step))), soft_wrap=True)
+
+
+def show_grid(console: Console, report: Report) -> None:
+    """The grid with its legend, where it can be drawn."""
+    if not report.grid.rows:
+        return
+    legend = ", ".join(f"{mark} {meaning}" for mark, meaning in report.grid.legend.items())
+    titles = (
+        f"rows {report.grid.row_title}, columns {report.grid.column_title}" if report.grid.row_title else "the cells"
+    )
+    console.print(Text(f"{titles} ({legend})" if legend else titles, "dim"), soft_wrap=True)
+    console.print(grid_table(report))
+    console.print()
 
 
 def sentence(text: str, style: str = "") -> Text:
@@ -274,6 +282,18 @@ def plan_tables(
     yield table
     for levels in removed:
         yield Text("excluded: " + " ".join(f"{name}={level}" for name, level in levels.items()), "dim")
+
+
+def search_tables(matrix: Matrix, plan: Plan, choices: Sequence[tuple[Cell, str]]) -> Iterator[RenderableType]:
+    """What a search would run first, and why."""
+    strength = f", strength {','.join(map(str, plan.strength))}" if plan.strategy is Strategy.ADAPTIVE else ""
+    yield Text(f"chosen by search ({plan.strategy.value}{strength}); first, as long as all of them are finite:")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("order", "cell", *(factor.name for factor in matrix.factors), "why"):
+        table.add_column(name)
+    for place, (cell, why) in enumerate(choices, start=1):
+        table.add_row(str(place), str(cell.number), *(cell.levels[factor.name] for factor in matrix.factors), why)
+    yield table
 
 
 STATES = {"ok": "green", "warn": "yellow", "missing": "yellow"}

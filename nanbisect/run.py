@@ -144,6 +144,11 @@ class Driver:
         cells = self.cells.every if grid else self.store.cells(self.cells)
         return tuple(CellResult(cell, self.store.outcomes(cell)) for cell in cells)
 
+    def known(self) -> bool:
+        """Whether what was not run is known all the same: a search came to its end with nothing left open."""
+        last = self.search.last if self.search is not None else None
+        return last.complete if last is not None else True
+
     def _begin(self) -> dict[str, CellResult]:
         """The cells known from the start, in their order, with what is on disk of them."""
         plan, kept = self.occasion.plan, self.store.search()

@@ -156,6 +156,15 @@ class Store:
         found += [cell for cell in space.every if cell.slug in bare] if bare and space.listed else []
         return tuple(sorted(found, key=lambda cell: cell.number))
 
+    def order(self) -> dict[tuple[str, int], int]:
+        """(Cell's id, number of the attempt) -> its place in the order of starts, where that was noted."""
+        found = {}
+        for path in (self.folder / "cells").glob("*/attempt-*"):
+            about = self.about(path)
+            if "order" in about and (match := ATTEMPT.match(path.name)):
+                found[(Cell(0, about["levels"]).id, int(match[1]))] = about["order"]
+        return found
+
     def _levels(self, folder: Path) -> Mapping[str, str]:
         noted = (self.about(attempt).get("levels") for attempt in _listed(folder))
         return next((levels for levels in noted if isinstance(levels, dict)), {})

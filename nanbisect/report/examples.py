@@ -7,12 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nanbisect.attribution import Cause, Finding
+from nanbisect.cells import MOST_LISTED
 from nanbisect.matrix import Matrix, Setting
 from nanbisect.neutrality import listed
 from nanbisect.outcome import CellResult, Status
 from nanbisect.report.inputs import NOT_RUN, RunInputs, holds
+from nanbisect.report.search import SearchSummary
 from nanbisect.report.verdict import known, not_varied
-from nanbisect.report.words import code, one_line
+from nanbisect.report.words import code, counted, one_line
 from nanbisect.suspects import quick_levels
 
 MORE_STEPS = 10
@@ -186,9 +188,22 @@ def next_steps(inputs: RunInputs, pairs: Sequence[Pair]) -> tuple[Step, ...]:
     elif finding is Finding.NOTHING_JUDGED:
         steps += _to_judge(inputs)
     steps += _to_see(pairs)
-    if inputs.counts.get(NOT_RUN):
+    if inputs.search:
+        steps += _to_search(inputs, inputs.search)
+    elif inputs.counts.get(NOT_RUN):
         steps.append(Step("Run the cells that were not run.", resume(inputs)))
     return tuple(steps)
+
+
+def _to_search(inputs: RunInputs, search: SearchSummary) -> Iterator[Step]:
+    """Go on with a search that did not come to its end; run the rest of a grid that is not large."""
+    if inputs.interrupted or not search.account.complete:
+        command = without(own_command(inputs), "--budget", values=1)
+        yield Step("Go on with the search.", resume(replace(inputs, command=command)))
+    elif not search.whole and search.account.of_cells <= MOST_LISTED:
+        rest = search.account.of_cells - search.account.cells
+        again = replace(inputs, command=(*without(own_command(inputs), "--finish-grid"), "--finish-grid"))
+        yield Step(f"Run the {counted(rest, 'cell')} that the search had no need of, as a proof.", resume(again))
 
 
 def _to_see(pairs: Sequence[Pair]) -> Iterator[Step]:
