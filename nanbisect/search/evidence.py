@@ -40,6 +40,7 @@ class Evidence:
         self.ok, self.bad, self.err = (np.zeros(self.index.total, np.int32) for _ in range(3))
         self.cells: dict[Row, Ends] = {}
         self.failing: list[Row] = []
+        self.unjudged: list[Row] = []
         self.seeds: dict[Row, set[int]] = {}
         self.numbers: dict[Row, Ints] = {}
         self.flaky = bool(plan.flaky)
@@ -71,6 +72,8 @@ class Evidence:
             ends.bad += 1
             self.bad[numbers] += 1
         else:
+            if not ends.err:
+                self.unjudged.append(trial.row)
             ends.err += 1
             self.err[numbers] += 1
         if self.plan.flaky is None and ends.ok and ends.bad:

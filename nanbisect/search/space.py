@@ -101,7 +101,10 @@ class Space:
 
 def holds(row: Row, combination: Combination) -> bool:
     """Whether the row has all these levels."""
-    return all(row[f] == at for f, at in combination)
+    for f, at in combination:  # noqa: SIM110 - half the time of all(), and it is asked often
+        if row[f] != at:
+            return False
+    return True
 
 
 def within(part: Combination, whole: Combination) -> bool:

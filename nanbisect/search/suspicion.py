@@ -61,14 +61,16 @@ def suspect(view: View, cell: Row) -> Suspicion:
     weight[view.refuted | view.covered] = 0
     elsewhere = -np.log1p(-np.minimum(weight, 0.999))
     elsewhere[inside] = 0
-    suspects = inside[weight[inside] > 0]
+    alive = weight[inside] > 0
+    suspects = inside[alive]
     logs = np.log(np.append(weight[suspects], LARGER))
-    for other in view.unexplained():
-        if other != cell:
-            numbers = view.numbers(other)
-            chance = -np.expm1(-elsewhere[numbers].sum())
-            lacks = np.append(~np.isin(suspects, numbers), True)
-            logs += evidence.cells[other].bad * np.where(lacks, np.log(max(chance, 1e-9)), 0)
+    others = [other for other in view.unexplained() if other != cell]
+    if others:
+        numbers = np.array([view.numbers(other) for other in others])
+        bad = np.array([evidence.cells[other].bad for other in others])
+        chance = bad * np.log(np.maximum(-np.expm1(-elsewhere[numbers].sum(1)), 1e-9))
+        logs[-1] += chance.sum()
+        logs[:-1] += chance @ (numbers[:, alive] != suspects)  # a suspect has the same column in every cell
     weights = np.exp(logs - logs.max())
     weights /= weights.sum()
     return Suspicion(cell, suspects, weights[:-1], float(weights[-1]), elsewhere.astype(np.float32))

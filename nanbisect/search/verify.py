@@ -24,15 +24,14 @@ def needs(view: View, claim: Combination, u: int) -> tuple[Bools, Bools]:
     others = [other for other in view.claims if other != claim]
     errors = np.zeros(view.index.total, np.int32)
     shared = []
-    for row, ends in view.evidence.cells.items():
-        if not holds(row, claim):
-            continue
-        if ends.bad:
+    for row in view.evidence.failing:
+        if holds(row, claim):
             if any(holds(row, other) for other in others):
                 shared.append(row)
             else:
                 left[view.numbers(row)] = False
-        elif ends.err:
+    for row in view.evidence.unjudged:
+        if holds(row, claim):
             errors[view.numbers(row)] += 1
     left &= errors < ERRORS
     loose = left.copy()
