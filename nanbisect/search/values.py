@@ -89,8 +89,8 @@ class Known:
     Of `matching` cells of the matrix that hold it, `failed` were non-finite and `unjudged` ended without a
     judgement. `witnesses[i]` are finite cells that lack only part i: without them that part isn't known to be
     needed. It failed with every combination of levels of `checked` other factors that could be tried;
-        """Whether all causes of up to `up_to` factors are found: nothing is pending, untestable, open."""
-    is False if no cell is left that could tell it from other combinations that explain the same failures.
+    `untestable` are those (of up to u levels) that could not. `unseen` are single levels never judged with it.
+    `told_apart` is False if no cell is left that could tell it from others that explain the same failures.
     """
 
     levels: Combination
