@@ -33,7 +33,7 @@ def choose(reading: Reading, strength: tuple[int, int]) -> Choice | None:
             return choice
     for cell, row in reading.wanted:
         if row not in reading.view.taken:
-            return _choice(reading.view, row, Kind.ISOLATE, words.halves(reading.view, cell))
+            return _choice(reading.view, row, Kind.ISOLATE, words.halves(cell, reading.view))
     for t, u in phases(strength):
         choice = _verify(reading.view, u) or _cover(reading.view, t)
         if choice:
@@ -42,6 +42,8 @@ def choose(reading: Reading, strength: tuple[int, int]) -> Choice | None:
 
 
 def _choice(view: View, row: Row, kind: Kind, why: str) -> Choice:
+    if row in view.evidence.cells:
+        why = words.repeats(view, row, why)
     return Choice(row, view.evidence.next_seed(row), kind, why)
 
 
@@ -80,4 +82,5 @@ def _cover(view: View, t: int) -> Choice | None:
     best = view.pick(np.where(rows, score * (1 - view.risk), -1))
     if best is None:
         return None
-    return _choice(view, view.pool.row(best), Kind.COVER, words.covers(int(gain[best]), t))
+    row = view.pool.row(best)
+    return _choice(view, row, Kind.COVER, words.covers(view, row, open_))

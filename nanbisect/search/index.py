@@ -43,7 +43,7 @@ class Index:
         self._holding: dict[Combination, Bools] = {}
         self._parts: dict[int, list[int]] = {}
         self._column = {subset: at for at, subset in enumerate(self.subsets)}
-        self._among: dict[tuple[Combination, int], Bools] = {}
+        self._among: dict[Combination, Bools] = {}
 
     def _numbering(self) -> tuple[Ints, Ints]:
         """The first number of every set of factors, and what a level adds to the number within it."""
@@ -86,20 +86,22 @@ class Index:
             self._holding[combination] = found
         return self._holding[combination]
 
-    def among_others(self, combination: Combination, size: int) -> Bools:
-        """The combinations of `size` levels of factors that `combination` says nothing of."""
-        key = (combination, size)
-        if key not in self._among:
-            inside = [f for f, _ in combination]
-            self._among[key] = (self.size == size) & (self.level[:, inside] < 0).all(1)
-        return self._among[key]
+    def among(self, combination: Combination) -> Bools:
+        """The combinations of levels of factors that `combination` says nothing of."""
+        if combination not in self._among:
+            found: Bools = np.all(self.level[:, [f for f, _ in combination]] < 0, axis=1)
+            self._among[combination] = found
+        return self._among[combination]
 
 
 class Pool:
-    """Rows to choose from; `runnable` tells which of them may be run at all."""
+    """Rows to choose from; `runnable` tells which of them may be run at all. If it is `fair`, it stands for the grid:
+    what none of its rows can tell, no row can."""
 
-    def __init__(self, index: Index, rows: NDArray[np.int16], runnable: Bools | None = None) -> None:
-        self.index, self.rows = index, rows
+    def __init__(
+        self, index: Index, rows: NDArray[np.int16], runnable: Bools | None = None, *, fair: bool = True
+    ) -> None:
+        self.index, self.rows, self.fair = index, rows, fair
         self.runnable = np.ones(len(rows), bool) if runnable is None else runnable
         self.at = {tuple(row): i for i, row in enumerate(rows.tolist())}
         self.tie = np.random.default_rng(0).random(len(rows)).astype(np.float32)  # always the same
@@ -108,7 +110,7 @@ class Pool:
     @classmethod
     def empty(cls, index: Index) -> Pool:
         """No rows."""
-        return cls(index, np.empty((0, len(index.sizes)), np.int16))
+        return cls(index, np.empty((0, len(index.sizes)), np.int16), fair=False)
 
     @cached_property
     def numbers(self) -> Ints:

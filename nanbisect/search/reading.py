@@ -8,7 +8,7 @@ import numpy as np
 
 from nanbisect.search.larger import Wanted, larger_cause
 from nanbisect.search.suspicion import CERTAIN, CERTAIN_IF_FLAKY, Suspicion, information, suspect
-from nanbisect.search.values import Row
+from nanbisect.search.values import Combination, Row
 from nanbisect.search.view import View
 
 LITTLE = 1e-3
@@ -17,12 +17,15 @@ LITTLE = 1e-3
 
 @dataclass
 class Reading:
-    """The view with its claims, and what is open: cells with their suspects, cells wanted by `larger`."""
+    """The view with its claims, and what is open: cells with their suspects, cells wanted by `larger`.
+
+    `vague` are claims that no cell left to run could tell from others.
+    """
 
     view: View
     open: list[Suspicion] = field(default_factory=list)
     wanted: list[tuple[Row, Row]] = field(default_factory=list)
-    vague: list[Row] = field(default_factory=list)
+    vague: list[Combination] = field(default_factory=list)
 
     @property
     def unsettled(self) -> list[Row]:
@@ -52,8 +55,8 @@ def _settle(reading: Reading, cell: Row) -> None:
     best, weight = suspicion.best(view.index)
     if weight >= (CERTAIN_IF_FLAKY if view.evidence.flaky else CERTAIN):
         view.claim(best)
-    elif np.max(information(view, suspicion), initial=-1.0) < LITTLE:
+    elif view.pool.fair and np.max(information(view, suspicion), initial=-1.0) < LITTLE:
         view.claim(best)
-        reading.vague.append(cell)
+        reading.vague.append(best)
     else:
         reading.open.append(suspicion)

@@ -93,10 +93,14 @@ class Space:
         """How many cells of the matrix hold it."""
         return _count(self.sizes, dict(combination), self.exclude)
 
-    def completion(self, combination: Combination, without: Sequence[Combination]) -> Row | None:
-        """A row that holds `combination` and none of `without`, or None."""
-        found = _completion(self.sizes, dict(combination), without)
-        return None if found is None else tuple(found.get(f, 0) for f in range(len(self.sizes)))
+    def completion(
+        self, combination: Combination, without: Sequence[Combination], like: Row | None = None
+    ) -> Row | None:
+        """A row that holds `combination` and none of `without`, otherwise as near to `like` (the baseline) as is
+        easily had; None if there is none."""
+        like = like or self.baseline
+        found = _completion(self.sizes, dict(combination), without, like)
+        return None if found is None else tuple(found.get(f, at) for f, at in enumerate(like))
 
 
 def holds(row: Row, combination: Combination) -> bool:
@@ -133,16 +137,16 @@ def _count(sizes: Sequence[int], fixed: Fixed, rules: Sequence[Combination]) -> 
     return sum(_count(sizes, {**fixed, f: at}, rules) for at in range(sizes[f]))
 
 
-def _completion(sizes: Sequence[int], fixed: Fixed, rules: Sequence[Combination]) -> Fixed | None:
+def _completion(sizes: Sequence[int], fixed: Fixed, rules: Sequence[Combination], like: Row) -> Fixed | None:
     """Levels that keep every rule from matching. It breaks the shortest open rule first, and turns back."""
     left = sorted(_open(rules, fixed), key=len)
-    if not left:
-        return fixed
-    if not left[0]:
+    if left and not left[0]:
         return None
+    if not any(holds(like, rule) for rule in left):
+        return fixed
     f = left[0][0][0]
-    for at in range(sizes[f]):
-        found = _completion(sizes, {**fixed, f: at}, rules)
+    for step in range(sizes[f]):
+        found = _completion(sizes, {**fixed, f: (like[f] + step) % sizes[f]}, left, like)
         if found is not None:
             return found
     return None

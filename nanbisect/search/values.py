@@ -6,6 +6,7 @@ every factor, a combination is a tuple of (factor's position, level's position) 
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from enum import Enum
@@ -89,6 +90,7 @@ class Known:
     judgement. `witnesses[i]` are finite cells that lack only part i: without them that part isn't known to be
     needed. It failed with every combination of levels of `checked` other factors that could be tried;
     `untestable` are those (of up to u levels) that could not. `unseen` are single levels never judged with it.
+    `told_apart` is False if no cell is left that could tell it from others that explain the same failures.
     """
 
     levels: Combination
@@ -99,6 +101,7 @@ class Known:
     checked: int
     untestable: tuple[Combination, ...] = ()
     unseen: Combination = ()
+    told_apart: bool = True
 
     @property
     def minimal(self) -> bool:
@@ -144,8 +147,40 @@ class Account:
 
     @property
     def complete(self) -> bool:
-        """Whether the guarantee holds: nothing pending, nothing untestable, no failing cell left open."""
+        """Whether all causes of up to `up_to` factors are found: nothing is pending, untestable or open."""
         return not (self.pending or self.untestable or self.open)
+
+    @property
+    def verified(self) -> bool:
+        """Whether no cause is too broad, if there are at most `checked` causes in all: more are not known, and all
+        that are known were checked."""
+        checked = all(c.checked >= self.checked and not c.untestable and c.told_apart for c in self.causes)
+        return checked and self.distinct <= self.checked and not self.open
+
+    @property
+    def distinct(self) -> int:
+        """The number of causes, levels of one factor that act alike counted once."""
+        return _distinct([frozenset((f, frozenset([at])) for f, at in cause.levels) for cause in self.causes])
+
+
+Box = frozenset[tuple[int, frozenset[int]]]
+
+
+def _distinct(boxes: list[Box]) -> int:
+    """How many are left when boxes that differ in one factor are joined, again and again."""
+    for one, other in itertools.combinations(boxes, 2):
+        differ = one ^ other
+        if len(differ) == 2 and len({f for f, _ in differ}) == 1:
+            ((f, _), *_) = differ
+            joined = (one & other) | {(f, frozenset[int]().union(*(levels for _, levels in differ)))}
+            return _distinct([*(box for box in boxes if box not in (one, other)), joined])
+    return len(boxes)
+
+
+def highest_share(finite: int, alpha: float = 0.05) -> float:
+    """The largest share of failing attempts that `finite` attempts, all finite, leave possible (Clopper-Pearson,
+    one-sided): 1 - alpha ** (1 / n)."""
+    return 1.0 if not finite else 1 - alpha ** (1 / finite)
 
 
 @dataclass(frozen=True)

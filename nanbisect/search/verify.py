@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nanbisect.search.index import Bools
+from nanbisect.search.index import Bools, Ints
 from nanbisect.search.space import holds
 from nanbisect.search.values import Combination
 from nanbisect.search.view import View
@@ -20,9 +20,8 @@ ERRORS = 2
 def needs(view: View, claim: Combination, u: int) -> tuple[Bools, Bools]:
     """(The combinations of u other levels that have still to be seen failing with the claim; the same, if cells
     that hold another claim count as well). Untestable ones are left out of both."""
-    left = view.index.among_others(claim, min(u, len(view.index.sizes) - len(claim))).copy()
+    left = view.index.among(claim) & (view.index.size == min(u, len(view.index.sizes) - len(claim)))
     others = [other for other in view.claims if other != claim]
-    errors = np.zeros(view.index.total, np.int32)
     shared = []
     for row in view.evidence.failing:
         if holds(row, claim):
@@ -30,14 +29,20 @@ def needs(view: View, claim: Combination, u: int) -> tuple[Bools, Bools]:
                 shared.append(row)
             else:
                 left[view.numbers(row)] = False
-    for row in view.evidence.unjudged:
-        if holds(row, claim):
-            errors[view.numbers(row)] += 1
-    left &= errors < ERRORS
+    left &= errors_with(view, claim) < ERRORS
     loose = left.copy()
     for row in shared:
         loose[view.numbers(row)] = False
     return left, loose
+
+
+def errors_with(view: View, claim: Combination) -> Ints:
+    """In how many cells that ended unjudged each combination met the claim."""
+    errors = np.zeros(view.index.total, np.int32)
+    for row in view.evidence.unjudged:
+        if holds(row, claim):
+            errors[view.numbers(row)] += 1
+    return errors
 
 
 def verifying_row(view: View, claim: Combination, u: int) -> int | None:

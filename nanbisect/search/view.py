@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -12,12 +12,24 @@ from nanbisect.search.index import Bools, Floats, Ints, Pool
 from nanbisect.search.space import holds, within
 from nanbisect.search.values import Combination, Row
 
+ABOUT, COMPARED = 0.95, 64
+"""Rows with this share of the best score are about as good; the costs of so many are compared."""
+
 
 class View:
-    """`claims` are the combinations held for causes, `taken` the rows that are running or chosen already."""
+    """`claims` are the combinations held for causes, `taken` the rows that are running or chosen already,
+    `cost` the seconds that a row is expected to take."""
 
-    def __init__(self, evidence: Evidence, pool: Pool, claims: Sequence[Combination] = (), taken: Collection[Row] = ()):
-        self.evidence, self.index, self.pool, self.taken = evidence, evidence.index, pool, taken
+    def __init__(
+        self,
+        evidence: Evidence,
+        pool: Pool,
+        *,
+        claims: Sequence[Combination] = (),
+        taken: Collection[Row] = (),
+        cost: Callable[[Row], float] | None = None,
+    ) -> None:
+        self.evidence, self.index, self.pool, self.taken, self.cost = evidence, evidence.index, pool, taken, cost
         self.claims: list[Combination] = []
         self.covered = np.zeros(self.index.total, bool)
         self.claimed = np.zeros(len(pool.rows), bool)
@@ -74,10 +86,18 @@ class View:
         return hidden
 
     def pick(self, score: Floats) -> int | None:
-        """The row of the highest score above 0, of equals one that is always the same."""
+        """The row of the highest score above 0, of equals one that is always the same. With costs, the cheapest
+        of those that are about as good."""
         if not len(score) or score.max() <= 0:
             return None
-        return int(np.argmax(score + 1e-6 * self.pool.tie))
+        score = score + 1e-6 * self.pool.tie
+        best = int(np.argmax(score))
+        cost = self.cost
+        if cost is None:
+            return best
+        near = np.flatnonzero(score >= ABOUT * score[best])
+        near = near[np.argsort(-score[near], kind="stable")][:COMPARED]
+        return int(min(near, key=lambda i: cost(self.pool.row(int(i)))))
 
     def unsettled(self, up_to: int) -> Bools:
         """The combinations of up to so many factors of which nothing is known."""
