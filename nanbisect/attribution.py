@@ -90,7 +90,8 @@ class Cause:
 
 @dataclass(frozen=True)
 class Isolated:
-    """A combination that a search holds for a cause: minimal if `minimal`, and `checked` as a cause's."""
+    """A combination that a search holds for a cause: `minimal` if every part is known to be needed and nothing
+    that is left to run would tell it from another; `checked` as a cause's."""
 
     levels: Mapping[str, str]
     minimal: bool
@@ -165,7 +166,7 @@ def _found(grid: Grid, isolated: Sequence[Isolated]) -> tuple[list[Combination],
     other factor at least: then no single narrower combination explains the same failures.
     """
     sure, loose = list[Combination](), list[Combination]()
-    for one in isolated:
+    for one in (one for one in isolated if one.levels):  # the baseline that fails is no combination of levels
         at = {factor.name: (position, factor) for position, factor in enumerate(grid.factors)}
         parts = tuple(sorted((at[name][0], 1 << at[name][1].levels.index(level)) for name, level in one.levels.items()))
         matching = grid.matching(parts)

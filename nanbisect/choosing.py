@@ -178,29 +178,33 @@ class Search:
         made = {(result.cell.id, o.attempt) for result in results for o in ended_by_themselves(result.attempts)}
         return len(made - self.imported) + running >= self.plan.budget
 
+    def conclude(self, space: Space, trials: Sequence[Trial]) -> str:
+        """Takes the last account; returns why the run ended, as a clause."""
+        self.last = account(space, trials, self.plan)
+        if self.done or self.last.complete:
+            why = why_done(self.plan, self.last)
+            return f"{why}; then the rest of the grid was run" if self.finished else why
+        return self.cut_short
+
     @property
-    def ended(self) -> str:
-        """Why the run ended, as a clause."""
+    def cut_short(self) -> str:
+        """The budget that ended it, as a clause."""
         if self.out_of_time and self.spend is not None:
             return f"its budget of {duration(self.spend)} is used up"
-        if self.plan.strategy is Strategy.GRID:
-            return f"its budget of {counted(self.plan.budget or 0, 'attempt')} is used up"
-        why = why_done(self.plan, self.last) if self.last else ""
-        return f"{why}; then the rest of the grid was run" if self.finished else why
+        if self.plan.budget is not None:
+            return f"its budget of {counted(self.plan.budget, 'attempt')} is used up"
+        return "nothing more could be run"
 
 
 def why_done(plan: Plan, known: Account) -> str:
     """Why a search has nothing more to ask for, as a clause."""
     if plan.strategy is Strategy.FIRST_CAUSE:
-        what = "one cause was found" if known.causes else "no cause was found on its way"
-        if not (plan.budget is not None and known.attempts >= plan.budget and not known.causes):
-            return f"{what}, and nothing else was looked for"
-    if plan.budget is not None and known.attempts >= plan.budget and not known.complete:
-        return f"its budget of {counted(plan.budget, 'attempt')} is used up"
-    t, u = plan.strength
-    if known.complete:
-        return f"the search is complete at strength {t},{u}"
-    return f"the search has tried all that it can at strength {t},{u}"
+        what = "a cause was found" if known.causes else "no cause was found on the way from the safe levels"
+        return f"{what}, and nothing else was looked for"
+    strength = ",".join(map(str, plan.strength))
+    if known.complete and known.verified:
+        return f"the search is complete at strength {strength}"
+    return f"the search has tried all that it can at strength {strength}"
 
 
 def search_json(search: Search, *, ended: str | None) -> dict[str, Any]:

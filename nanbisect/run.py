@@ -34,8 +34,8 @@ from nanbisect.matrix import Cell, Matrix, run_order
 from nanbisect.outcome import CellResult, Note, Outcome, Status
 from nanbisect.pool import Pool
 from nanbisect.search.space import Space
-from nanbisect.search.values import Choice, Kind, Strategy
-from nanbisect.slots import Trial
+from nanbisect.search.values import Choice, Kind, Strategy, Trial
+from nanbisect.slots import Trial as SlotTrial
 from nanbisect.store import Store, read_evidence
 from nanbisect.trainers.base import Launch, Trainer
 from nanbisect.warm_check import WarmCheck
@@ -189,7 +189,8 @@ class Driver:
         if search is not None and search.plan.strategy is Strategy.GRID and not self._pending(results):
             self.store.write_search(None)  # the budget was enough for the whole grid
         elif search is not None:
-            self.ended = search.ended
+            grid = search.plan.strategy is Strategy.GRID
+            self.ended = search.cut_short if grid else search.conclude(*self._so_far(search, results))
             self.store.write_search(search_json(search, ended=self.ended))
 
     def _loop(self, results: dict[str, CellResult]) -> None:
@@ -239,16 +240,16 @@ class Driver:
         free = (self.pool.at_once - len(self.running) if self.usable else 1) - len(waiting)
         if free <= 0:
             return
-        space = search.space(self.blocked)
-        for choice in self._ask(search, space, results, waiting=waiting, free=free):
+        space, trials = self._so_far(search, results)
+        under_way = [space.row(cell.levels) for cell in (*waiting, *(entry.attempt.cell for entry in self.running))]
+        for choice in search.ask(space, trials, running=under_way, free=free, cost=costs(space, self.expected)):
             self._want(self.cells.cell(space.levels(choice.row)), choice, results)
         if search.done and self.occasion.finish:
             self._finish_grid(search, results)
 
-    def _ask(
-        self, search: Search, space: Space, results: Mapping[str, CellResult], *, waiting: Sequence[Cell], free: int
-    ) -> tuple[Choice, ...]:
-        under_way = [*waiting, *(entry.attempt.cell for entry in self.running)]
+    def _so_far(self, search: Search, results: Mapping[str, CellResult]) -> tuple[Space, list[Trial]]:
+        """The grid and the attempts, as the search wants them."""
+        space = search.space(self.blocked)
         trials = trials_of(
             space,
             tuple(results.values()),
@@ -257,8 +258,7 @@ class Driver:
             imported=search.imported,
             given_up=self.pool.killed(RETRIES) - self.once_more,
         )
-        running = [space.row(cell.levels) for cell in under_way]
-        return search.ask(space, trials, running=running, free=free, cost=costs(space, self.expected))
+        return space, trials
 
     def _want(self, cell: Cell, choice: Choice, results: dict[str, CellResult]) -> None:
         """Take a cell in that the search has chosen, or one more seed of it."""
@@ -426,7 +426,7 @@ class Driver:
             self.other_port.add(cell.id)
             self.once_more.add(cell.id)
         else:
-            self.pool.ended(Trial((cell.id, outcome.seed), slots, outcome.status), outcome.memory_bytes)
+            self.pool.ended(SlotTrial((cell.id, outcome.seed), slots, outcome.status), outcome.memory_bytes)
 
     def _slot_noted(self, slot: str, note: Note) -> None:
         """Says what is to be said of a slot; what holds for good stays with the run."""

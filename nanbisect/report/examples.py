@@ -15,6 +15,7 @@ from nanbisect.report.inputs import NOT_RUN, RunInputs, holds
 from nanbisect.report.search import SearchSummary
 from nanbisect.report.verdict import known, not_varied
 from nanbisect.report.words import code, counted, one_line
+from nanbisect.search.values import Strategy
 from nanbisect.suspects import quick_levels
 
 MORE_STEPS = 10
@@ -197,13 +198,17 @@ def next_steps(inputs: RunInputs, pairs: Sequence[Pair]) -> tuple[Step, ...]:
 
 def _to_search(inputs: RunInputs, search: SearchSummary) -> Iterator[Step]:
     """Go on with a search that did not come to its end; run the rest of a grid that is not large."""
-    if inputs.interrupted or not search.account.complete:
-        command = without(own_command(inputs), "--budget", values=1)
-        yield Step("Go on with the search.", resume(replace(inputs, command=command)))
-    elif not search.whole and search.account.of_cells <= MOST_LISTED:
-        rest = search.account.of_cells - search.account.cells
-        again = replace(inputs, command=(*without(own_command(inputs), "--finish-grid"), "--finish-grid"))
-        yield Step(f"Run the {counted(rest, 'cell')} that the search had no need of, as a proof.", resume(again))
+    known, command = search.account, own_command(inputs)
+    if inputs.interrupted or (search.plan.strategy is Strategy.ADAPTIVE and (known.pending or known.open)):
+        longer = replace(inputs, command=without(command, "--budget", values=1))
+        yield Step("Go on with the search.", resume(longer))
+    elif search.plan.strategy is Strategy.FIRST_CAUSE:
+        other = (*without(command, "--strategy", values=1), "--strategy", "adaptive")
+        yield Step("Look for every cause; what was run counts.", resume(replace(inputs, command=other)))
+    elif not search.whole and known.of_cells <= MOST_LISTED:
+        rest = counted(known.of_cells - known.cells, "cell")
+        again = replace(inputs, command=(*without(command, "--finish-grid"), "--finish-grid"))
+        yield Step(f"Run the {rest} that the search had no need of, for the proof.", resume(again))
 
 
 def _to_see(pairs: Sequence[Pair]) -> Iterator[Step]:

@@ -46,7 +46,9 @@ class SearchSummary:
         if self.whole:
             return None
         known = self.account.causes
-        isolated = tuple(Isolated(self.space.named(one.levels), one.minimal, one.checked) for one in known)
+        isolated = tuple(
+            Isolated(self.space.named(one.levels), one.minimal and one.told_apart, one.checked) for one in known
+        )
         return Searched(isolated, count)
 
     def sentences(self) -> tuple[str, ...]:

@@ -14,7 +14,9 @@ from nanbisect.neutrality import ADVICE, listed
 from nanbisect.outcome import Status
 from nanbisect.report.inputs import NOT_RUN, RunInputs, holds
 from nanbisect.report.places import loaded_bad, surfaces
+from nanbisect.report.search import SearchSummary
 from nanbisect.report.words import clip, code, combination, counted, kinds, one_line, status_words, was
+from nanbisect.search.values import Strategy
 
 SHOWN_CAUSES = 3
 SHOWN_RIVALS = 4
@@ -129,12 +131,21 @@ def _undecided(inputs: RunInputs) -> Iterator[str]:
         yield f"{some}, but no combination of levels explains them."
     deciding = sorted({number for cause in causes for number in cause.deciding})
     if inputs.search:
-        would = "More cells would decide: go on with `--resume`, a larger `--budget` or a higher `--strength`."
+        would = _more_cells(inputs.search)
     elif deciding:
         would = f"{'Cell' if len(deciding) == 1 else 'Cells'} {listed(deciding)} would decide."
     else:
         would = "No other cell of this matrix would decide: vary one more factor or level."
     yield f"{would} {surfaces(inputs.failing)}"
+
+
+def _more_cells(search: SearchSummary) -> str:
+    """What a search that may not call anything a cause could do yet."""
+    if search.plan.strategy is Strategy.FIRST_CAUSE:
+        return "Nothing else was looked for: `--strategy adaptive` checks it, and looks for every cause."
+    if search.account.pending or search.account.open:
+        return "More cells would decide: go on with `--resume`, without a `--budget`."
+    return "A higher `--strength` would see it with more levels."
 
 
 def _nothing_failed(inputs: RunInputs) -> Iterator[str]:
