@@ -150,7 +150,7 @@ def rerun(name: str, cell_name: str, *, repeat: int, changes: tuple[str, ...], r
     """`nanbisect rerun`: one cell again, with its output. Returns the exit code."""
     store = Store.open(find_run(name, reports))
     matrix, machine, before = driving.from_run_json(store.run())
-    cell = driving.pick_cell(_choice_of_cells(store, matrix, cell_name), cell_name)
+    cell = cell_of(store, matrix, cell_name)
     trainer, executor, console = TRAINERS[matrix.trainer], LocalExecutor(echo=True), show.console_for()
     earlier = CellResult(cell, schedule.counted(store.outcomes(cell)))
     told = next((change.partition("=")[2] for change in changes if change.startswith("seed=")), None)
@@ -182,14 +182,11 @@ def rerun(name: str, cell_name: str, *, repeat: int, changes: tuple[str, ...], r
     return exit_code([CellResult(target, outcomes)])
 
 
-def _choice_of_cells(store: Store, matrix: Matrix, name: str) -> tuple[Cell, ...]:
-    """The cells that a name is looked up in: all, or where they are too many those that were run, and any by number."""
+def cell_of(store: Store, matrix: Matrix, name: str) -> Cell:
+    """A cell by its number or a part of its id. Cells too many to be listed: any by number, those run by a part."""
     cells = Cells(matrix)
-    if cells.listed:
-        return cells.every
-    known = {cell.number: cell for cell in store.cells(cells)}
-    numbered = cells.numbered(int(name)) if name.isdecimal() else None
-    return (*known.values(), *([numbered] if numbered and numbered.number not in known else []))
+    numbered = cells.numbered(int(name)) if name.isdecimal() and not cells.listed else None
+    return numbered or driving.pick_cell(cells.every if cells.listed else store.cells(cells), name)
 
 
 def report(name: str, format_: str, *, redact: bool, reports: Path) -> str:

@@ -45,11 +45,11 @@ class SearchSummary:
         """What the attribution needs of it."""
         if self.whole:
             return None
-        known = self.account.causes
-        isolated = tuple(
-            Isolated(self.space.named(one.levels), one.minimal and one.told_apart, one.checked) for one in known
+        isolated = (
+            Isolated(self.space.named(one.levels), one.minimal and one.told_apart, one.checked)
+            for one in self.account.causes
         )
-        return Searched(isolated, count)
+        return Searched(tuple(isolated), count)
 
     def sentences(self) -> tuple[str, ...]:
         """The account in words."""
@@ -72,7 +72,7 @@ class SearchSummary:
             words = listed([self._words(sample) for sample in known.samples[:SHOWN]], SHOWN)
             yield f"Untestable or pending are {'for example ' if self._more else ''}{words}."
         yield from known.claims
-        yield from known.conditions
+        yield from (f"Condition: {text[:1].lower()}{text[1:]}" for text in known.conditions)
         if known.bound is not None:
             yield (
                 f"What is called refuted was finite in {counted(known.exposures, 'attempt')} or more and failed in "
