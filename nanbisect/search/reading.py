@@ -34,12 +34,19 @@ class Reading:
 
 
 def read(view: View) -> Reading:
-    """Goes through the failing cells in the order in which they failed; `view` gets the claims."""
+    """Goes through the failing cells in the order in which they failed; `view` gets the claims.
+
+    A claim may explain, or settle, a cell that was open before: then what is open is gone through again.
+    """
     reading = Reading(view)
-    for cell in view.evidence.failing:
-        if not view.explained(cell):
-            _settle(reading, cell)
-    return reading
+    while True:
+        claims = view.claims
+        for cell in view.evidence.failing:
+            if not view.explained(cell):
+                _settle(reading, cell)
+        if view.claims is claims or not (reading.open or reading.wanted):
+            return reading
+        reading = Reading(view, vague=reading.vague)
 
 
 def _settle(reading: Reading, cell: Row) -> None:

@@ -38,6 +38,8 @@ class View:
 
     def claim(self, combination: Combination) -> None:
         """One more combination is held for a cause; those that hold it are no claims of their own."""
+        if any(within(claim, combination) for claim in self.claims):
+            return
         self.claims = [*(claim for claim in self.claims if not within(combination, claim)), combination]
         self.covered |= self.index.holding(combination)
         self.claimed |= self.pool.holding(combination)

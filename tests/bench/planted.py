@@ -1,7 +1,8 @@
 """Planted truths over grids of levels: which cells fail, which can't be judged. For the search's benchmark and tests.
 
 A truth has one to three minimal causes of one to three levels each, none part of another; at most 60 % of its
-cells fail. A cell that fails and one that is finite are given, as somebody who asks has them.
+cells fail. A cell that fails and one that is finite are given, both drawn at random, as somebody who asks has
+them. The levels are then numbered so that the finite one is the baseline.
 """
 
 from __future__ import annotations
@@ -56,14 +57,16 @@ def table(sizes: tuple[int, ...], combinations: Sequence[Combination]) -> Table:
 
 @dataclass
 class Truth:
-    """What fails, what can't be judged, and the two cells given. A failure shows in a share `p` of attempts."""
+    """What fails, what can't be judged, and the failing cell given; the baseline is the finite one.
+
+    A failure shows in a share `p` of attempts.
+    """
 
     sizes: tuple[int, ...]
     causes: tuple[Combination, ...]
     fails: Table
     unjudged: Table
-    seed: Row
-    safe: Row
+    failing: Row
     p: float = 1.0
     chance: random.Random = field(default_factory=random.Random)
 
@@ -77,6 +80,11 @@ class Truth:
             return Status.OUT_OF_MEMORY
         shows = self.fails[self.at(row)] and (self.p >= 1 or self.chance.random() < self.p)
         return Status.NONFINITE if shows else Status.FINITE
+
+    @property
+    def safe(self) -> Row:
+        """The baseline."""
+        return (0,) * len(self.sizes)
 
     def exact(self, found: Sequence[Combination]) -> bool:
         """Whether these predict every cell that can be judged."""
@@ -94,28 +102,36 @@ def truth(
 ) -> Truth:
     """A random truth; `causes` and `parts` are the numbers to draw from, `unjudged` the share of such cells."""
     while True:
-        drawn = tuple(_combination(sizes, chance, chance.choice(parts)) for _ in range(chance.choice(causes)))
+        drawn = [_combination(sizes, chance, chance.choice(parts)) for _ in range(chance.choice(causes))]
         if any(within(one, other) for one, other in itertools.permutations(drawn, 2)):
             continue
-        fails = table(sizes, drawn)
-        masked = _out_of_memory(sizes, chance, unjudged)
-        seeds, safe = np.flatnonzero(fails & ~masked), np.flatnonzero(~fails & ~masked)
-        if fails.mean() <= 0.6 and len(seeds) and len(safe):
-            given = (tuple(rows_of(sizes)[chance.choice(list(some))].tolist()) for some in (seeds, safe))
-            return Truth(sizes, drawn, fails, masked, next(given), next(given), p, random.Random(chance.random()))
+        memory = _out_of_memory(sizes, chance, unjudged)
+        fails, masked = table(sizes, drawn), table(sizes, memory)
+        clean = np.flatnonzero(~fails & ~masked)
+        if fails.mean() > 0.6 or not len(clean) or not (fails & ~masked).any():
+            continue
+        safe = rows_of(sizes)[chance.choice(list(clean))].tolist()
+        planted, memory = (_renumbered(sizes, some, safe) for some in (drawn, memory))
+        fails, masked = table(sizes, planted), table(sizes, memory)
+        failing = rows_of(sizes)[chance.choice(list(np.flatnonzero(fails & ~masked)))].tolist()
+        return Truth(sizes, tuple(planted), fails, masked, tuple(failing), p, random.Random(chance.random()))
+
+
+def _renumbered(sizes: tuple[int, ...], combinations: Sequence[Combination], safe: Row) -> list[Combination]:
+    return [tuple((f, (at - safe[f]) % sizes[f]) for f, at in combination) for combination in combinations]
 
 
 def _combination(sizes: tuple[int, ...], chance: random.Random, parts: int) -> Combination:
     return tuple((f, chance.randrange(sizes[f])) for f in sorted(chance.sample(range(len(sizes)), parts)))
 
 
-def _out_of_memory(sizes: tuple[int, ...], chance: random.Random, share: float) -> Table:
+def _out_of_memory(sizes: tuple[int, ...], chance: random.Random, share: float) -> list[Combination]:
     """Combinations of one to three levels that can't be judged, together about `share` of the cells."""
-    masked = np.zeros(len(rows_of(sizes)), bool)
+    rules: list[Combination] = []
     for _ in range(60 if share else 0):
-        if masked.mean() >= 0.8 * share:
+        if rules and table(sizes, rules).mean() >= 0.8 * share:
             break
-        more = masked | table(sizes, [_combination(sizes, chance, chance.choices((1, 2, 3), (15, 55, 30))[0])])
-        if more.mean() <= 1.3 * share:
-            masked = more
-    return masked
+        more = [*rules, _combination(sizes, chance, chance.choices((1, 2, 3), (15, 55, 30))[0])]
+        if table(sizes, more).mean() <= 1.3 * share:
+            rules = more
+    return rules
