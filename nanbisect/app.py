@@ -8,12 +8,12 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from nanbisect import console as show
@@ -21,7 +21,9 @@ from nanbisect import run as driving
 from nanbisect import schedule, starting
 from nanbisect import watch as watching
 from nanbisect.attribution import attribute
+from nanbisect.cells import Cells
 from nanbisect.changes import narrowed, with_changes
+from nanbisect.choosing import SearchFlags, is_search, summary_of
 from nanbisect.environment.checkup import Checkup, examine, examine_matrix
 from nanbisect.errors import StoreError, UsageError
 from nanbisect.events import CellStarted, Event
@@ -39,18 +41,34 @@ from nanbisect.report.model import Report, RunInputs, build
 from nanbisect.report.redact import Redactor
 from nanbisect.report.result import cell_to_result, to_result
 from nanbisect.run import Driver, Occasion
+from nanbisect.search.propose import propose
+from nanbisect.search.space import Space
+from nanbisect.search.values import Plan, Strategy
 from nanbisect.store import Store, atomic_write, explained, find_run
 from nanbisect.tables import to_csv
 from nanbisect.trainers.registry import TRAINERS, VOCABULARIES
 
+ANY = SearchFlags()
 NOT_JUDGED, FOUND = 3, 1
+SHOWN_CHOICES = 12
 NOT_USABLE = 1
 LOOKING = "looking at this machine, and at what is to be trained"
 
 
-def run(path: Path, overrides: Overrides, occasion: Occasion, *, out: Path | None, resume: bool, reports: Path) -> int:
-    """`nanbisect run`: every cell, then the report. Returns the exit code."""
+def run(
+    path: Path,
+    overrides: Overrides,
+    occasion: Occasion,
+    flags: SearchFlags = ANY,
+    *,
+    out: Path | None,
+    resume: bool,
+    reports: Path,
+) -> int:
+    """`nanbisect run`: the cells, then the report. Returns the exit code."""
     matrix = load(path, overrides)
+    plan, spend = flags.plan(matrix)
+    occasion = replace(occasion, plan=plan, spend=spend, finish=flags.finish)
     trainer, executor, console = TRAINERS[matrix.trainer], LocalExecutor(warm=not occasion.cold), show.console_for()
     try:
         store = _to_resume(matrix, out, reports) if resume else None
@@ -73,32 +91,46 @@ def run(path: Path, overrides: Overrides, occasion: Occasion, *, out: Path | Non
     finally:
         executor.close()
     _write(store, console)
-    return exit_code(results)
+    return exit_code(results, known=driver.known())
 
 
-def plan(path: Path, overrides: Overrides, occasion: Occasion) -> None:
+def plan(path: Path, overrides: Overrides, occasion: Occasion, flags: SearchFlags = ANY) -> None:
     """`nanbisect plan`: what would run, in which order, and what can't."""
     matrix = load(path, overrides)
+    plan, _ = flags.plan(matrix)
     executor, console = LocalExecutor(), show.console_for()
     try:
         machine = driving.check_machine(matrix, TRAINERS[matrix.trainer], executor, occasion)
     finally:
         executor.close()
-    cells = expand(matrix)
-    reasons = {cell.id: reason for cell in cells if (reason := schedule.blocked_by(cell, machine.blocked))}
-    order = run_order(matrix, cells, lambda cell: cell.id not in reasons)
-    removed = tuple(excluded(matrix))
+    cells = Cells(matrix)
+    total, able = cells.count(), cells.count(without=[levels for levels, _ in machine.blocked])
     console.print(
-        f"{matrix.name}: {len(cells)} cells ({len(removed)} excluded), {len(cells) - len(reasons)} can run here on "
+        f"{matrix.name}: {total:,} cells ({matrix.combinations - total:,} excluded), {able:,} can run here on "
         f"{machine.environment.get('device')}",
         highlight=False,
     )
-    for part in show.plan_tables(matrix, order, reasons, removed):
+    searched = plan.strategy is not Strategy.GRID
+    for part in _first_choices(matrix, plan, machine) if searched else _whole_grid(matrix, machine):
         console.print(part)
     for levels, reason in machine.blocked:
         if any(matrix.factor(name) for name in levels):
             text = " ".join(f"{name}={level}" for name, level in levels.items())
             console.print(f"can't run here: {text}: {reason}", style="yellow", highlight=False, soft_wrap=True)
+
+
+def _whole_grid(matrix: Matrix, machine: driving.Machine) -> Iterator[RenderableType]:
+    cells = expand(matrix)
+    reasons = {cell.id: reason for cell in cells if (reason := schedule.blocked_by(cell, machine.blocked))}
+    order = run_order(matrix, cells, lambda cell: cell.id not in reasons)
+    return show.plan_tables(matrix, order, reasons, tuple(excluded(matrix)))
+
+
+def _first_choices(matrix: Matrix, plan: Plan, machine: driving.Machine) -> Iterator[RenderableType]:
+    """What the search would run first, if nothing of it were known yet; what follows depends on how these end."""
+    space, cells = Space.of(matrix, [levels for levels, _ in machine.blocked]), Cells(matrix)
+    choices = propose(space, (), plan, free=SHOWN_CHOICES).choices
+    return show.search_tables(matrix, plan, [(cells.cell(space.levels(c.row)), c.why) for c in choices])
 
 
 def init(name: str | None, *, out: Path | None, force: bool) -> None:
@@ -118,7 +150,7 @@ def rerun(name: str, cell_name: str, *, repeat: int, changes: tuple[str, ...], r
     """`nanbisect rerun`: one cell again, with its output. Returns the exit code."""
     store = Store.open(find_run(name, reports))
     matrix, machine, before = driving.from_run_json(store.run())
-    cell = driving.pick_cell(expand(matrix), cell_name)
+    cell = cell_of(store, matrix, cell_name)
     trainer, executor, console = TRAINERS[matrix.trainer], LocalExecutor(echo=True), show.console_for()
     earlier = CellResult(cell, schedule.counted(store.outcomes(cell)))
     told = next((change.partition("=")[2] for change in changes if change.startswith("seed=")), None)
@@ -148,6 +180,13 @@ def rerun(name: str, cell_name: str, *, repeat: int, changes: tuple[str, ...], r
     if variant is None:
         _write(store, Console(quiet=True))
     return exit_code([CellResult(target, outcomes)])
+
+
+def cell_of(store: Store, matrix: Matrix, name: str) -> Cell:
+    """A cell by its number or a part of its id. Cells too many to be listed: any by number, those run by a part."""
+    cells = Cells(matrix)
+    numbered = cells.numbered(int(name)) if name.isdecimal() and not cells.listed else None
+    return numbered or driving.pick_cell(cells.every if cells.listed else store.cells(cells), name)
 
 
 def report(name: str, format_: str, *, redact: bool, reports: Path) -> str:
@@ -275,35 +314,51 @@ def occasion(arguments: tuple[str, ...], path: Path, **told: Any) -> Occasion:
     return Occasion(arguments=arguments, matrix_path=str(path), look=GpuMemory(os.environ), **told)
 
 
-def exit_code(results: Sequence[CellResult]) -> int:
-    """0 all judged and finite, 1 non-finite found, 3 something was not judged (1 wins over 3)."""
+def exit_code(results: Sequence[CellResult], *, known: bool = True) -> int:
+    """0 all judged and finite, 1 non-finite found, 3 something was not judged (1 wins over 3).
+
+    `known`: a search that did not need every cell came to its end, with nothing left that it could not judge.
+    """
     statuses = {result.status for result in results}
     if Status.NONFINITE in statuses:
         return FOUND
-    return 0 if statuses == {Status.FINITE} else NOT_JUDGED
+    return 0 if statuses == {Status.FINITE} and known else NOT_JUDGED
 
 
 def inputs_of(store: Store) -> RunInputs:
     """Everything a report needs, read from the run's files."""
     data = store.run()
     matrix, machine, occasion = driving.from_run_json(data)
-    results = tuple(CellResult(cell, _ended(store.outcomes(cell))) for cell in expand(matrix))
+    cells, kept = Cells(matrix), store.search()
+    begun = _chosen(store, cells) if is_search(kept) else cells.every
+    results = tuple(CellResult(cell, _ended(store.outcomes(cell))) for cell in begun)
     vocabulary = VOCABULARIES[matrix.trainer]
     vocabulary = replace(vocabulary, settings=settings_of(vocabulary, matrix.command, matrix.flags))
     neutral = frozenset(name for name, setting in vocabulary.settings.items() if setting.neutral)
+    search = summary_of(matrix, machine.blocked, results, store.order(), kept) if is_search(kept) else None
+    searched = search.searched(lambda held: cells.count(held)) if search else None
     return RunInputs(
         matrix=matrix,
         results=results,
-        attribution=attribute(matrix.factors, results, neutral_settings=neutral),
+        attribution=attribute(matrix.factors, results, neutral_settings=neutral, searched=searched),
         environment=machine.environment,
         folder=store.folder.name,
         command=occasion.arguments,
         matrix_path=occasion.matrix_path,
-        interrupted=any(result.status is None for result in results),
-        excluded=sum(1 for _ in excluded(matrix)),
+        interrupted=not kept["ended"] if kept else any(result.status is None for result in results),
+        excluded=matrix.combinations - cells.count(),
         notes=store.notes(),
         vocabulary=vocabulary,
+        search=search,
+        ended=kept.get("ended") or "",
     )
+
+
+def _chosen(store: Store, cells: Cells) -> tuple[Cell, ...]:
+    """The cells that a search has begun, and the control."""
+    begun, control = store.cells(cells), cells.matrix.baseline
+    there = cells.has(control) and not any(cell.levels == control for cell in begun)
+    return (*([cells.cell(control)] if there else []), *begun)
 
 
 def _ended(attempts: Sequence[Outcome]) -> tuple[Outcome, ...]:

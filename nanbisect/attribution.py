@@ -13,6 +13,7 @@ from enum import Enum
 
 from nanbisect.combinations import (
     Combination,
+    Count,
     Grid,
     Parts,
     choose,
@@ -29,7 +30,18 @@ from nanbisect.matrix import Factor
 from nanbisect.neutrality import Caution, Divergence, cell_cautions, cells_of, compare, listed
 from nanbisect.outcome import CellResult, Outcome, Status
 
-__all__ = ["Attribution", "Cause", "Caution", "Divergence", "Finding", "Standing", "attribute"]
+__all__ = [
+    "Attribution",
+    "Cause",
+    "Caution",
+    "Divergence",
+    "Finding",
+    "Isolated",
+    "Searched",
+    "Standing",
+    "attribute",
+    "strangers_of",
+]
 
 
 class Standing(str, Enum):
@@ -58,6 +70,7 @@ class Cause:
     those not judged. `needed[factor][other level]` is what happened when only that part was changed:
     finite, nonfinite, mixed, a not-judged status, or not_run. `witnesses` are numbers of finite cells
     that lack exactly one part. `unseen[factor]` are levels never judged together with it.
+    `checked`, of one that a search found: it was seen to fail with all levels of every so many other factors.
     `alternatives` (only for not_told_apart) are combinations that explain the same failures, and
     `deciding` the numbers of the cells that would tell them apart.
     """
@@ -72,6 +85,25 @@ class Cause:
     unseen: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     alternatives: tuple[Mapping[str, tuple[str, ...]], ...] = ()
     deciding: tuple[int, ...] = ()
+    checked: int | None = None
+
+
+@dataclass(frozen=True)
+class Isolated:
+    """A combination that a search holds for a cause: `minimal` if every part is known to be needed and nothing
+    that is left to run would tell it from another; `checked` as a cause's."""
+
+    levels: Mapping[str, str]
+    minimal: bool
+    checked: int
+
+
+@dataclass(frozen=True)
+class Searched:
+    """What a search knows, when only the cells that it asked for were run: of the others nothing is a result."""
+
+    isolated: tuple[Isolated, ...]
+    count: Count
 
 
 @dataclass(frozen=True)
@@ -97,14 +129,16 @@ def attribute(
     results: Sequence[CellResult],
     *,
     neutral_settings: frozenset[str] = frozenset(),
+    searched: Searched | None = None,
 ) -> Attribution:
     """What the judged cells show; `results` has every cell of the matrix, in any order.
 
-    `neutral_settings` are those that must not change the mathematics (see `neutrality`).
+    `neutral_settings` are those that must not change the mathematics (see `neutrality`). With `searched` the
+    results are the cells that a search ran, and the causes those that it has isolated.
     """
     refuting, strangers = _refuting(results)
-    grid = Grid.of(factors, refuting)
-    sure, loose = choose(grid, find_primes(grid))
+    grid = Grid.of(factors, refuting, searched.count if searched else None)
+    sure, loose = _found(grid, searched.isolated) if searched else choose(grid, find_primes(grid))
     causes, unlisted = _causes(grid, sure, loose)
     ordered = tuple(sorted(results, key=lambda result: result.cell.number))
     comparison = compare(factors, ordered, neutral_settings)
@@ -123,6 +157,29 @@ def attribute(
             *_more_combinations(unlisted),
         ),
     )
+
+
+def _found(grid: Grid, isolated: Sequence[Isolated]) -> tuple[list[Combination], list[Combination]]:
+    """(What may be called a cause, what may not yet) of what a search has isolated.
+
+    Every part must be known to be needed, and it must have been seen to fail with every level of every
+    other factor at least: then no single narrower combination explains the same failures.
+    """
+    sure, loose = list[Combination](), list[Combination]()
+    for one in (one for one in isolated if one.levels):  # the baseline that fails is no combination of levels
+        at = {factor.name: (position, factor) for position, factor in enumerate(grid.factors)}
+        parts = tuple(sorted((at[name][0], 1 << at[name][1].levels.index(level)) for name, level in one.levels.items()))
+        matching = grid.matching(parts)
+        box = Combination(parts, matching, matching & grid.failed, beyond=grid.beyond(parts), checked=one.checked)
+        if not matching & grid.finite:
+            known = one.minimal and (one.checked > 0 or box.proved)
+            (sure if known else loose).append(box)
+    return sure, loose
+
+
+def strangers_of(results: Sequence[CellResult]) -> list[CellResult]:
+    """The finite cells that refute nothing: training there never met the records of some failing cell."""
+    return _refuting(results)[1]
 
 
 def _refuting(results: Sequence[CellResult]) -> tuple[list[CellResult], list[CellResult]]:
@@ -250,12 +307,13 @@ def _cause(grid: Grid, box: Combination, standing: Standing) -> Cause:
     return Cause(
         levels=grid.named(box.parts),
         standing=standing,
-        matching=box.matching.bit_count(),
+        matching=box.matching.bit_count() + box.beyond,
         failed=box.failed.bit_count(),
-        untested=(box.matching & ~grid.judged).bit_count(),
+        untested=(box.matching & ~grid.judged).bit_count() + box.beyond,
         needed={grid.factors[position].name: _needed(grid, box, position) for position, _ in box.parts},
         witnesses=grid.numbers(witnesses),
         unseen=_unseen(grid, box),
+        checked=box.checked,
     )
 
 
@@ -307,10 +365,19 @@ def _unseen(grid: Grid, box: Combination) -> dict[str, tuple[str, ...]]:
     """Levels of other factors that the matrix puts together with the combination, but no judged cell does."""
     found = {}
     for position in factors_outside(grid, box.parts):
-        levels = levels_held(grid, position, box.matching) & ~levels_held(grid, position, box.matching & grid.judged)
+        there = levels_held(grid, position, box.matching) | _levels_beyond(grid, box, position)
+        levels = there & ~levels_held(grid, position, box.matching & grid.judged)
         if levels:
             found[grid.factors[position].name] = grid.level_names(position, levels)
     return found
+
+
+def _levels_beyond(grid: Grid, box: Combination, position: int) -> int:
+    """The levels (bits) of a factor that the matrix puts together with the combination in cells without a result."""
+    if grid.count is None:
+        return 0
+    levels = range(len(grid.factors[position].levels))
+    return union(1 << level for level in levels if grid.beyond((*box.parts, (position, 1 << level))))
 
 
 # Factors that made no difference, and cautions about the causes

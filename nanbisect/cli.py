@@ -39,6 +39,14 @@ class Format(str, Enum):
     csv = "csv"
 
 
+class StrategyName(str, Enum):
+    """How the cells to run are chosen."""
+
+    grid = "grid"
+    adaptive = "adaptive"
+    first_cause = "first-cause"
+
+
 MatrixFile = Annotated[Path, typer.Argument(metavar="MATRIX", help="The experiment file (YAML).", show_default=False)]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, its name below reports/, or `latest`.")]
 CellName = Annotated[str, typer.Argument(metavar="CELL", help="Its number in the table, or a part of its id.")]
@@ -62,6 +70,25 @@ Cold = Annotated[bool, typer.Option("--cold", help="Start a Python of its own fo
 NoCheck = Annotated[
     bool, typer.Option("--no-check", help="Start a command warm without running one cell both ways first.")
 ]
+Strategy = Annotated[
+    StrategyName | None,
+    typer.Option(
+        "--strategy", help="Which cells to run: all (grid, up to 64 by default), as a search asks, or up to a cause."
+    ),
+]
+Strength = Annotated[
+    str | None,
+    typer.Option(
+        "--strength",
+        metavar="T[,U]",
+        help="Causes of up to T factors, each seen with every U other levels; 3,2 by default.",
+    ),
+]
+Budget = Annotated[
+    str | None,
+    typer.Option("--budget", metavar="CELLS|TIME", help="The most attempts (60), or no new ones after a time (2h)."),
+]
+FinishGrid = Annotated[bool, typer.Option("--finish-grid", help="After the search, run the rest of the grid.")]
 Out = Annotated[
     Path | None, typer.Option("--out", help="The run folder itself, instead of reports/<matrix>-<date>-<time>.")
 ]
@@ -91,23 +118,31 @@ def run(  # noqa: PLR0913 - a command's options are its parameters
     jobs: Jobs = 1,
     cold: Cold = False,
     no_check: NoCheck = False,
+    strategy: Strategy = None,
+    strength: Strength = None,
+    budget: Budget = None,
+    finish_grid: FinishGrid = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with --out, or with the latest run of this matrix.")
     ] = False,
     out: Out = None,
 ) -> None:
-    """Run every cell of a matrix and say which settings bring the NaN.
+    """Run the cells of a matrix and say which settings bring the NaN.
+
+    Up to 64 cells all of them run; beyond that a search chooses which (see --strategy).
 
     Exit code: 0 all judged and finite, 1 non-finite found, 2 usage or matrix error, 3 something was not
     judged, 130 interrupted (1 wins over 3).
     """
     from nanbisect import app as application
+    from nanbisect.choosing import SearchFlags
 
     overrides = _overrides(
         model_path, train_jsonl, set_, factor, steps=steps, repeat=repeat, seed=seed, timeout=timeout, device=device
     )
     occasion = application.occasion(_argv(), matrix, gpus=gpus, jobs=jobs, cold=cold, check=not no_check)
-    _finish(lambda: application.run(matrix, overrides, occasion, out=out, resume=resume, reports=REPORTS))
+    flags = SearchFlags(strategy and strategy.value, strength, budget, finish_grid)
+    _finish(lambda: application.run(matrix, overrides, occasion, flags, out=out, resume=resume, reports=REPORTS))
 
 
 @app.command()
@@ -119,19 +154,23 @@ def plan(  # noqa: PLR0913 - a command's options are its parameters
     factor: Factors = None,
     steps: Steps = None,
     device: Device = None,
+    strategy: Strategy = None,
+    strength: Strength = None,
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON Schema of a matrix file, for editors.")
     ] = False,
 ) -> None:
-    """Show the cells, their order, what is excluded and what this machine can't run."""
+    """Show the cells, their order, what is excluded and what this machine can't run; of a search, what comes first."""
     from nanbisect import app as application
+    from nanbisect.choosing import SearchFlags
 
     if schema:
         _finish(lambda: typer.echo(application.schema()))
     if matrix is None:
         raise typer.BadParameter("a matrix file is needed; `nanbisect init` writes one", param_hint="MATRIX")
     overrides = _overrides(model_path, train_jsonl, set_, factor, steps=steps, device=device)
-    _finish(lambda: application.plan(matrix, overrides, application.occasion(_argv(), matrix)))
+    flags = SearchFlags(strategy and strategy.value, strength)
+    _finish(lambda: application.plan(matrix, overrides, application.occasion(_argv(), matrix), flags))
 
 
 @app.command()

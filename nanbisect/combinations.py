@@ -12,7 +12,7 @@ Sets of cells are integers used as bit sets: bit i stands for the i-th cell by n
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
@@ -27,12 +27,16 @@ Parts = tuple[tuple[int, int], ...]
 """A combination: (a factor's position, the bits of its levels), by position."""
 
 
+Count = Callable[[Mapping[str, Sequence[str]]], int]
+
+
 @dataclass(frozen=True)
 class Grid:
     """The matrix's cells as bit sets. `holds[f][l]` are those with factor f at its l-th level.
 
     `reach[f]` are the levels (bits) of factor f that can be judged for all we know: those that were
-    judged in some cell, or never tried in any.
+    judged in some cell, or never tried in any. `count`, where `results` are only the cells that a search
+    ran, says how many cells of the matrix hold a combination of levels by name.
     """
 
     factors: tuple[Factor, ...]
@@ -42,9 +46,10 @@ class Grid:
     finite: int
     failed: int
     reach: tuple[int, ...]
+    count: Count | None = None
 
     @classmethod
-    def of(cls, factors: Sequence[Factor], results: Sequence[CellResult]) -> Grid:
+    def of(cls, factors: Sequence[Factor], results: Sequence[CellResult], count: Count | None = None) -> Grid:
         """The grid of these results, sorted by cell number."""
         ordered = tuple(sorted(results, key=lambda result: result.cell.number))
         statuses = [result.status for result in ordered]
@@ -65,6 +70,7 @@ class Grid:
             finite=finite,
             failed=failed,
             reach=tuple(_bits(flags) for flags in near),
+            count=count,
         )
 
     @property
@@ -88,6 +94,10 @@ class Grid:
             if position != without:
                 cells &= self.at(position, levels)
         return cells
+
+    def beyond(self, parts: Parts) -> int:
+        """How many cells of the matrix hold the combination that are not among the results."""
+        return self.count(self.named(parts)) - self.matching(parts).bit_count() if self.count else 0
 
     def named(self, parts: Parts) -> dict[str, tuple[str, ...]]:
         """The combination by names, levels in matrix order."""
@@ -125,18 +135,22 @@ class Combination:
     """A pure combination: its parts, the cells that hold it, those of them that failed.
 
     `narrower` has, for a combination that may be too broad, parts that would narrow it, each to one
-    that explains the same failures (or, with its neighbour, the same failures).
+    that explains the same failures (or, with its neighbour, the same failures). Of one that a search found,
+    `beyond` counts the cells of the matrix that hold it and are not in the grid, and it was seen to fail with
+    all levels of every `checked` other factors.
     """
 
     parts: Parts
     matching: int
     failed: int
     narrower: Parts = ()
+    beyond: int = 0
+    checked: int | None = None
 
     @property
     def proved(self) -> bool:
         """Every matching cell was judged and failed. That it is minimal is how it was found."""
-        return self.matching == self.failed
+        return self.matching == self.failed and not self.beyond
 
 
 def find_primes(grid: Grid) -> list[Combination]:
@@ -321,7 +335,7 @@ def _merged_at(position: int, boxes: Sequence[Combination]) -> list[Combination]
     for box in boxes:
         mine = dict(box.parts).get(position)
         rest = tuple(part for part in box.parts if part[0] != position)
-        key = (rest, box.narrower, mine is None)
+        key = (rest, box.narrower, mine is None, box.checked)
         other = found.get(key)
         if mine is None or other is None:
             found[key] = box
@@ -332,5 +346,7 @@ def _merged_at(position: int, boxes: Sequence[Combination]) -> list[Combination]
             matching=box.matching | other.matching,
             failed=box.failed | other.failed,
             narrower=box.narrower,
+            beyond=box.beyond + other.beyond,
+            checked=box.checked,
         )
     return list(found.values())

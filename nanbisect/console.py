@@ -22,7 +22,8 @@ from nanbisect.matrix import Cell, Matrix
 from nanbisect.outcome import Outcome, Status, named
 from nanbisect.ranks import on_ranks
 from nanbisect.report.model import Report
-from nanbisect.report.words import counted, one_line
+from nanbisect.report.words import counted, duration, one_line
+from nanbisect.search.values import Plan, Strategy
 
 STYLES = {
     Status.FINITE: "green",
@@ -48,16 +49,6 @@ def style_of(status: Status | None) -> str:
     return "dim" if status is None else STYLES.get(status, "yellow")
 
 
-def duration(seconds: float) -> str:
-    """`45 s`, `3 min 20 s`, `2 h 5 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
 def levels_of(cell: Cell, matrix: Matrix) -> str:
     """The cell's levels in the matrix's order."""
     return " ".join(f"{factor.name}={cell.levels[factor.name]}" for factor in matrix.factors)
@@ -75,6 +66,15 @@ def told(outcome: Outcome) -> str:
     return one_line(outcome.reason.splitlines()[0]) if outcome.reason else ""
 
 
+def begun(event: RunStarted, matrix: Matrix) -> str:
+    """How many cells there are, how they are chosen, and how many were done before."""
+    if event.search:
+        kept = f", {event.kept} done before" if event.kept else ""
+        return f"{matrix.name}: {event.of:,} cells, chosen by search: {event.search}{kept}"
+    kept = f", {event.kept} of them done before" if event.kept else ""
+    return f"{matrix.name}: {len(event.cells)} cells{kept}"
+
+
 class Plain:
     """One line an event, for logs and pipes."""
 
@@ -90,20 +90,23 @@ class Plain:
 
     def _line(self, event: Event) -> str | None:
         if isinstance(event, RunStarted):
-            kept = f", {event.kept} of them done before" if event.kept else ""
-            return f"{self.matrix.name}: {len(event.cells)} cells{kept}; run folder {event.folder}"
+            return f"{begun(event, self.matrix)}; run folder {event.folder}"
         if isinstance(event, LevelBlocked):
             levels = " ".join(f"{name}={level}" for name, level in event.levels.items())
             return f"not on this machine: {levels}: {event.reason}"
         if isinstance(event, (SlotNoted, StartNoted)):
             return event.text
+        if isinstance(event, CellStarted) and event.why:
+            return f"next, cell {event.cell.number}: {event.why}"
         if isinstance(event, CellEnded) and event.outcome.seconds:
-            left = f", about {duration(event.left)} left" if event.left is not None and event.done < event.total else ""
+            more = event.left is not None and event.total is not None and event.done < event.total
+            left = f", about {duration(event.left or 0.0)} left" if more else ""
             took = f"{event.outcome.seconds:.1f} s"
             words = f"{event.outcome.status.value:<11} {levels_of(event.cell, self.matrix)}  {told(event.outcome)}"
-            return f"[{event.done}/{event.total}] {words}  ({took}{left})"
-        if isinstance(event, RunEnded) and event.interrupted:
-            return "stopped"
+            place = event.done if event.total is None else f"{event.done}/{event.total}"
+            return f"[{place}] {words}  ({took}{left})"
+        if isinstance(event, RunEnded):
+            return "stopped" if event.interrupted else event.why and f"the run ended: {event.why}"
         return None
 
 
@@ -112,24 +115,24 @@ class Lively:
 
     def __init__(self, matrix: Matrix) -> None:
         self.matrix = matrix
-        self.started: dict[str, tuple[Cell, float]] = {}
+        self.started: dict[str, tuple[CellStarted, float]] = {}
         self.ended: list[CellEnded] = []
         self.notes: list[str] = []
-        self.done, self.total = 0, 0
+        self.done, self.total, self.of = 0, 0, 0
         self.left: tuple[float, float] | None = None
 
     def __call__(self, event: Event) -> None:
         """Take the event in; `render` shows it."""
         if isinstance(event, RunStarted):
-            self.done, self.total = event.kept, len(event.cells)
-            self.notes.append(f"{self.matrix.name}: {len(event.cells)} cells, run folder {event.folder}")
+            self.done, self.total, self.of = event.kept, len(event.cells), event.of
+            self.notes.append(f"{begun(event, self.matrix)}, run folder {event.folder}")
         elif isinstance(event, LevelBlocked):
             levels = " ".join(f"{name}={level}" for name, level in event.levels.items())
             self.notes.append(f"not on this machine: {levels}: {event.reason}")
         elif isinstance(event, (SlotNoted, StartNoted)):
             self.notes.append(event.text)
         elif isinstance(event, CellStarted):
-            self.started[event.cell.id] = (event.cell, time.monotonic())
+            self.started[event.cell.id] = (event, time.monotonic())
         elif isinstance(event, CellEnded):
             self.started.pop(event.cell.id, None)
             if event.outcome.seconds:
@@ -145,9 +148,10 @@ class Lively:
         for event in self.ended[-RECENT:]:
             table.add_row(*self._row(event))
         now = time.monotonic()
-        for cell, began in self.started.values():
-            levels = [cell.levels[factor.name] for factor in self.matrix.factors]
-            table.add_row(str(cell.number), *levels, Text("running", "cyan"), "", f"{now - began:.0f} s", style="cyan")
+        for start, began in self.started.values():
+            levels = [start.cell.levels[factor.name] for factor in self.matrix.factors]
+            running, took = Text("running", "cyan"), f"{now - began:.0f} s"
+            table.add_row(str(start.cell.number), *levels, running, Text(start.why), took, style="cyan")
         return Group(*(Text(note, "dim") for note in self.notes), table, self._progress(now))
 
     def _row(self, event: CellEnded) -> list[RenderableType]:
@@ -157,6 +161,8 @@ class Lively:
 
     def _progress(self, now: float) -> RenderableType:
         grid = Table.grid(padding=(0, 1))
+        if self.of:
+            return Text(f"{self.done} cells run, of {self.of:,}")
         left = "" if self.left is None else f"about {duration(max(0.0, self.left[0] - (now - self.left[1])))} left"
         grid.add_row(ProgressBar(self.total or 1, self.done, width=40), f"{self.done} of {self.total} cells", left)
         return grid
@@ -179,16 +185,10 @@ def show_report(console: Console, report: Report) -> None:
     """The verdict first, then the grid, the cells, the cautions and what to do next."""
     console.print()
     console.print(sentence(report.verdict, "bold"), soft_wrap=True)
-    for finding in report.findings:
+    for finding in (*report.findings, *report.account):
         console.print(sentence(finding), soft_wrap=True)
     console.print()
-    legend = ", ".join(f"{mark} {meaning}" for mark, meaning in report.grid.legend.items())
-    titles = (
-        f"rows {report.grid.row_title}, columns {report.grid.column_title}" if report.grid.row_title else "the cells"
-    )
-    console.print(Text(f"{titles} ({legend})" if legend else titles, "dim"), soft_wrap=True)
-    console.print(grid_table(report))
-    console.print()
+    show_grid(console, report)
     console.print(cells_table(report, wide=console.width >= WIDE))
     if report.excerpt is not None:
         console.print(Text(f"\nthe end of the log of cell {report.excerpt.number}", "dim"), soft_wrap=True)
@@ -205,6 +205,19 @@ def show_report(console: Console, report: Report) -> None:
         console.print(Text("\nnext", "bold"))
     for step in report.next_steps:
         console.print(Text.assemble("  ", sentence(str(step))), soft_wrap=True)
+
+
+def show_grid(console: Console, report: Report) -> None:
+    """The grid with its legend, where it can be drawn."""
+    if not report.grid.rows:
+        return
+    legend = ", ".join(f"{mark} {meaning}" for mark, meaning in report.grid.legend.items())
+    titles = (
+        f"rows {report.grid.row_title}, columns {report.grid.column_title}" if report.grid.row_title else "the cells"
+    )
+    console.print(Text(f"{titles} ({legend})" if legend else titles, "dim"), soft_wrap=True)
+    console.print(grid_table(report))
+    console.print()
 
 
 def sentence(text: str, style: str = "") -> Text:
@@ -269,6 +282,18 @@ def plan_tables(
     yield table
     for levels in removed:
         yield Text("excluded: " + " ".join(f"{name}={level}" for name, level in levels.items()), "dim")
+
+
+def search_tables(matrix: Matrix, plan: Plan, choices: Sequence[tuple[Cell, str]]) -> Iterator[RenderableType]:
+    """What a search would run first, and why."""
+    strength = f", strength {','.join(map(str, plan.strength))}" if plan.strategy is Strategy.ADAPTIVE else ""
+    yield Text(f"chosen by search ({plan.strategy.value}{strength}); first, as long as all of them are finite:")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("order", "cell", *(factor.name for factor in matrix.factors), "why"):
+        table.add_column(name)
+    for place, (cell, why) in enumerate(choices, start=1):
+        table.add_row(str(place), str(cell.number), *(cell.levels[factor.name] for factor in matrix.factors), why)
+    yield table
 
 
 STATES = {"ok": "green", "warn": "yellow", "missing": "yellow"}

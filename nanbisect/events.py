@@ -11,30 +11,39 @@ from nanbisect.outcome import Outcome
 
 @dataclass(frozen=True)
 class RunStarted:
-    """The run folder exists; `cells` will be run in this order, `kept` were finished before."""
+    """The run folder exists; `cells` will be run in this order, `kept` were finished before.
+
+    Where a search chooses the cells, as it says in `search`, `cells` has those chosen so far, of `of` in all.
+    """
 
     folder: str
     cells: tuple[Cell, ...]
     kept: int
+    search: str = ""
+    of: int = 0
 
 
 @dataclass(frozen=True)
 class CellStarted:
-    """An attempt began in a slot ("cpu" or a GPU's index)."""
+    """An attempt began in a slot ("cpu" or a GPU's index); `why` a search chose it."""
 
     cell: Cell
     attempt: int
     slot: str
+    why: str = ""
 
 
 @dataclass(frozen=True)
 class CellEnded:
-    """An attempt ended and its outcome is on disk. `left` is the estimated time to the end, in seconds."""
+    """An attempt ended and its outcome is on disk. `left` is the estimated time to the end, in seconds.
+
+    `total` is None where a search says when it is enough.
+    """
 
     cell: Cell
     outcome: Outcome
     done: int
-    total: int
+    total: int | None
     left: float | None
 
 
@@ -63,10 +72,11 @@ class StartNoted:
 
 @dataclass(frozen=True)
 class RunEnded:
-    """All cells ended, or the run was interrupted."""
+    """All cells ended, or the run was interrupted. `why` is said where a search or a budget ended it."""
 
     folder: str
     interrupted: bool
+    why: str = ""
 
 
 Event = RunStarted | CellStarted | CellEnded | LevelBlocked | SlotNoted | StartNoted | RunEnded

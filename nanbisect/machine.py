@@ -16,6 +16,7 @@ from nanbisect.evidence import Line
 from nanbisect.executors.base import Executor, Exit, Handle, Task, child_environment
 from nanbisect.matrix import Matrix
 from nanbisect.matrix_file import matrix_from_json, matrix_to_json
+from nanbisect.search.values import Plan, Strategy
 from nanbisect.slots import Gpu, shortage
 from nanbisect.store import DIARY, fingerprint, read_evidence, read_lines
 from nanbisect.trainers.base import Launch, Trainer
@@ -23,6 +24,7 @@ from nanbisect.trainers.base import Launch, Trainer
 POLL = 0.05
 CHECK_TIMEOUT = 900.0
 MOST = 64  # GPUs of a machine
+GRID = Plan(Strategy.GRID)
 PATIENCE = 300.0  # seconds that a GPU in somebody else's hands is waited for
 VISIBLE, THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
 
@@ -55,7 +57,8 @@ class Occasion:
 
     `look` tells what is free on GPUs, `patience` is how long one that somebody else holds is waited for, in
     seconds of `clock`. `cold`: every attempt starts a Python of its own; `check`: a user's command starts
-    warm only after one cell has shown that it may.
+    warm only after one cell has shown that it may. `plan` says how the cells are chosen, `spend` for how many
+    seconds of `clock` cells may be started (None: no limit), `finish` that the rest of the grid runs after the search.
     """
 
     arguments: tuple[str, ...] = ()
@@ -69,6 +72,9 @@ class Occasion:
     patience: float = PATIENCE
     cold: bool = False
     check: bool = True
+    plan: Plan = GRID
+    spend: float | None = None
+    finish: bool = False
 
 
 def check_machine(matrix: Matrix, trainer: Trainer, executor: Executor, occasion: Occasion) -> Machine:

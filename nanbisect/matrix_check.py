@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanbisect.matrix import Factor, Flags, Matrix, Setting, Vocabulary, excluded, is_excluded
+from nanbisect.cells import Cells
+from nanbisect.matrix import Factor, Flags, Matrix, Setting, Vocabulary, is_excluded
 from nanbisect.matrix_shape import KEYS, Shape
 from nanbisect.yaml_tree import CORE, Findings, Place, Scalar, TreePath, did_you_mean
 
-MOST_COMBINATIONS = 20_000
 SWITCH = {"true": "on", "false": "off"}
 
 
@@ -35,7 +34,7 @@ def spelled(setting: Setting, text: str) -> str:
 
 def excluded_too_much(matrix: Matrix) -> Iterable[tuple[str, str, str]]:
     """The rules of a valid matrix that leave nothing to compare."""
-    if sum(1 for _ in excluded(matrix)) == matrix.combinations:
+    if not Cells(matrix).count():
         yield "exclude", "the rules exclude every cell", "remove or narrow a rule"
         return
     for index, rule in enumerate(matrix.exclude):
@@ -91,13 +90,9 @@ class Check:
 
     def _size(self, factors: Mapping[str, Sequence[str]]) -> None:
         path: TreePath = ("factors",)
-        combinations = math.prod(len(levels) for levels in factors.values())
         if not factors and not self.findings.touch(path):
             mend = "list at least one under factors, or use --factor 'NAME=SAFE|OTHER'"
             self.findings.add(path, "there is no factor", mend)
-        if combinations > MOST_COMBINATIONS:
-            what = f"{combinations:,} combinations are more than {MOST_COMBINATIONS:,}"
-            self.findings.add(path, what, "fewer factors or levels")
 
     def _known(self, path: TreePath, name: str) -> Setting | None:
         """The setting, or a problem at its key (and None) if the trainer has none of that name."""

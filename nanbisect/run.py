@@ -12,6 +12,8 @@ from types import FrameType
 from typing import NoReturn
 
 from nanbisect import schedule
+from nanbisect.cells import Cells
+from nanbisect.choosing import Search, costs, imported_of, search_json, trials_of
 from nanbisect.errors import UsageError
 from nanbisect.events import CellEnded, CellStarted, Event, LevelBlocked, RunEnded, RunStarted, SlotNoted, StartNoted
 from nanbisect.evidence import PORT_TAKEN, judge
@@ -28,10 +30,12 @@ from nanbisect.machine import (
     slots_of,
     wait,
 )
-from nanbisect.matrix import Cell, Matrix, expand, run_order
+from nanbisect.matrix import Cell, Matrix, run_order
 from nanbisect.outcome import CellResult, Note, Outcome, Status
 from nanbisect.pool import Pool
-from nanbisect.slots import Trial
+from nanbisect.search.space import Space
+from nanbisect.search.values import Choice, Kind, Strategy, Trial
+from nanbisect.slots import Trial as SlotTrial
 from nanbisect.store import Store, read_evidence
 from nanbisect.trainers.base import Launch, Trainer
 from nanbisect.warm_check import WarmCheck
@@ -88,7 +92,7 @@ class Driver:
     ) -> None:
         self.matrix, self.trainer, self.executor = matrix, trainer, executor
         self.store, self.machine, self.occasion = store, machine, occasion
-        self.cells = expand(matrix)
+        self.cells = Cells(matrix)
         self.blocked = list(machine.blocked)
         self.running: list[Running] = []
         known = [outcome for result in self.results() for outcome in result.attempts if outcome.judged]
@@ -101,7 +105,11 @@ class Driver:
         self.other_port: set[str] = set()  # cells that were given a second port
         self.controls: frozenset[str] = frozenset()
         self.expected: schedule.Forecast | None = None
-        self.work = trainer.work(matrix, self.cells)
+        self.work: dict[str, float] = {}
+        self.search: Search | None = None
+        self.order: dict[tuple[str, int], int] = {}  # (cell's id, attempt) -> its place in the order of starts
+        self.wanted: dict[str, dict[int, str]] = {}  # cell's id -> the seeds that a search wants, by index: why
+        self.began, self.ended = occasion.clock(), ""  # why it ended, where a search or a budget says so
         self.warm = WarmCheck(wanted=occasion.check)
         self.variant = False
         self.echo: Listener = lambda event: None
@@ -111,14 +119,12 @@ class Driver:
     def run(self, listener: Listener) -> tuple[CellResult, ...]:
         """Make every attempt that is missing. Ctrl-C and TERM stop cleanly, then raise KeyboardInterrupt."""
         self.echo = listener
-        order = run_order(self.matrix, self.cells, lambda cell: schedule.blocked_by(cell, self.blocked) is None)
-        first = 2 if order and order[0].levels == self.matrix.baseline else 1
-        self.controls = frozenset(cell.id for cell in order[:first])
         self.executor.recover(self.store.folder)
-        results = {cell.id: CellResult(cell, self._finished(cell)) for cell in order}
+        results = self._begin()
+        self.work.update(self.trainer.work(self.matrix, [result.cell for result in results.values()]))
         self.expected = schedule.forecast(tuple(results.values()), self.work)
         self.once_more = {name for name, result in results.items() if result.status in MAY_END_OTHERWISE}
-        listener(RunStarted(str(self.store), order, self._done(results)))
+        listener(self._started(results))
         for levels, reason in self.blocked:
             listener(LevelBlocked(levels, reason))
         with interruptible():
@@ -128,12 +134,64 @@ class Driver:
                 self._stop(results)
                 listener(RunEnded(str(self.store), interrupted=True))
                 raise
-        listener(RunEnded(str(self.store), interrupted=False))
-        return tuple(results[cell.id] for cell in self.cells)
+        self._end(results)
+        listener(RunEnded(str(self.store), interrupted=False, why=self.ended))
+        return tuple(sorted(results.values(), key=lambda result: result.cell.number))
 
     def results(self) -> tuple[CellResult, ...]:
-        """What is on disk now, in the order of cell numbers."""
-        return tuple(CellResult(cell, self.store.outcomes(cell)) for cell in self.cells)
+        """What is on disk now, in the order of cell numbers: of a grid every cell, else those that were begun."""
+        grid = self.occasion.plan.strategy is Strategy.GRID and self.cells.listed
+        cells = self.cells.every if grid else self.store.cells(self.cells)
+        return tuple(CellResult(cell, self.store.outcomes(cell)) for cell in cells)
+
+    def known(self) -> bool:
+        """Whether what was not run is known all the same: a search came to its end with nothing left open."""
+        last = self.search.last if self.search is not None else None
+        return last.complete if last is not None else True
+
+    def _begin(self) -> dict[str, CellResult]:
+        """The cells known from the start, in their order, with what is on disk of them."""
+        plan, kept = self.occasion.plan, self.store.search()
+        if plan.strategy is Strategy.GRID:
+            order = run_order(
+                self.matrix, self.cells.every, lambda cell: schedule.blocked_by(cell, self.blocked) is None
+            )
+            first = 2 if order and order[0].levels == self.matrix.baseline else 1
+            self.controls = frozenset(cell.id for cell in order[:first])
+        else:
+            order = self.store.cells(self.cells)
+        results = {cell.id: CellResult(cell, self._finished(cell)) for cell in order}
+        if plan.strategy is Strategy.GRID and plan.budget is None and self.occasion.spend is None:
+            self.store.write_search(None)
+            return results
+        made = ((name, outcome.attempt) for name, result in results.items() for outcome in result.attempts)
+        self.search = Search(self.matrix, plan, imported_of(kept, plan, made), self.occasion.spend)
+        self.store.write_search(search_json(self.search, ended=None))
+        if plan.strategy is not Strategy.GRID:
+            self.wanted = {name: dict.fromkeys(self._indexes(result), "") for name, result in results.items()}
+        return results
+
+    def _indexes(self, result: CellResult) -> list[int]:
+        """Which of the seeds a cell was run with."""
+        return sorted({index for o in schedule.counted(result.attempts) if (index := o.seed - self.seed(1) + 1) > 0})
+
+    def _started(self, results: Mapping[str, CellResult]) -> RunStarted:
+        cells, plan = tuple(result.cell for result in results.values()), self.occasion.plan
+        if plan.strategy is Strategy.GRID:
+            return RunStarted(str(self.store), cells, self._done(results))
+        said = plan.strategy.value
+        said += f" {','.join(map(str, plan.strength))}" if plan.strategy is Strategy.ADAPTIVE else ""
+        return RunStarted(str(self.store), cells, self._done(results), search=said, of=self.cells.count())
+
+    def _end(self, results: dict[str, CellResult]) -> None:
+        """Says and keeps why the run ended, where not simply every cell was run."""
+        search = self.search
+        if search is not None and search.plan.strategy is Strategy.GRID and not self._pending(results):
+            self.store.write_search(None)  # the budget was enough for the whole grid
+        elif search is not None:
+            grid = search.plan.strategy is Strategy.GRID
+            self.ended = search.cut_short if grid else search.conclude(*self._so_far(search, results))
+            self.store.write_search(search_json(search, ended=self.ended))
 
     def _loop(self, results: dict[str, CellResult]) -> None:
         while True:
@@ -157,6 +215,8 @@ class Driver:
 
     def _start_some(self, results: dict[str, CellResult]) -> bool:
         """As many as there are slots for, in turn. Returns whether any wanted to."""
+        if self.search is not None:
+            self._choose(self.search, results)
         for attempt in self._startable(results):
             reason = schedule.blocked_by(attempt.cell, self.blocked)
             if reason is not None:
@@ -169,8 +229,57 @@ class Driver:
                 self._start(attempt, slots)
         return bool(attempts)
 
+    def _choose(self, search: Search, results: dict[str, CellResult]) -> None:
+        """Ask the search for cells, as many as there are free slots that no other cell waits for."""
+        search.look_at(self.occasion.clock() - self.began)
+        if search.plan.strategy is Strategy.GRID or search.spent(results.values(), len(self.running)):
+            return
+        if self.running and not (self.usable or self._first_is_usable()):
+            return
+        waiting = [attempt.cell for attempt in self._pending(results)]
+        free = (self.pool.at_once - len(self.running) if self.usable else 1) - len(waiting)
+        if free <= 0:
+            return
+        space, trials = self._so_far(search, results)
+        under_way = [space.row(cell.levels) for cell in (*waiting, *(entry.attempt.cell for entry in self.running))]
+        for choice in search.ask(space, trials, running=under_way, free=free, cost=costs(space, self.expected)):
+            self._want(self.cells.cell(space.levels(choice.row)), choice, results)
+        if search.done and self.occasion.finish:
+            self._finish_grid(search, results)
+
+    def _so_far(self, search: Search, results: Mapping[str, CellResult]) -> tuple[Space, list[Trial]]:
+        """The grid and the attempts, as the search wants them."""
+        space = search.space(self.blocked)
+        trials = trials_of(
+            space,
+            tuple(results.values()),
+            self.order,
+            first_seed=self.seed(1),
+            imported=search.imported,
+            given_up=self.pool.killed(RETRIES) - self.once_more,
+        )
+        return space, trials
+
+    def _want(self, cell: Cell, choice: Choice, results: dict[str, CellResult]) -> None:
+        """Take a cell in that the search has chosen, or one more seed of it."""
+        self.wanted.setdefault(cell.id, {})[choice.seed] = choice.why
+        results.setdefault(cell.id, CellResult(cell))
+        self.work.update(self.trainer.work(self.matrix, [cell]))
+        self.seeds += [self.seed(index) for index in range(len(self.seeds) + 1, choice.seed + 1)]
+
+    def _finish_grid(self, search: Search, results: dict[str, CellResult]) -> None:
+        """The cells that the search had no need of."""
+        for cell in self.cells.every:
+            row = search.space(()).row(cell.levels)
+            for seed in range(1, self.matrix.repeat + 1):
+                if seed not in self.wanted.get(cell.id, ()):
+                    self._want(cell, Choice(row, seed, Kind.GRID, "the rest of the grid"), results)
+        search.finished = True
+
     def _startable(self, results: Mapping[str, CellResult]) -> list[schedule.Attempt]:
         """Attempts to make now. The first cell goes alone until it has shown that model and data can be used."""
+        if self.search is not None and self.search.spent(results.values(), len(self.running)):
+            return []
         attempts = self._pending(results)
         if not attempts and not self.running:
             attempts = self._pending(results, last=True)
@@ -191,11 +300,12 @@ class Driver:
             running=running,
             given_up=self.pool.killed(RETRIES) - again,
             again=again,
+            wanted=None if self.search is None or self.search.plan.strategy is Strategy.GRID else self.wanted,
         )
 
     def _in_turn(self, attempts: Sequence[schedule.Attempt], *, last: bool) -> list[schedule.Attempt]:
         """On one slot as `plan` shows; on several what tells of a doubted GPU, the controls, then the longest."""
-        if self.pool.at_once == 1 or self.expected is None:
+        if self.pool.at_once == 1 or self.expected is None or self.wanted:
             return list(attempts)
         again = self.pool.to_repeat(last=last)
         ordered = schedule.in_turn(attempts, self.expected, repeat=len(self.seeds), controls=self.controls)
@@ -210,11 +320,11 @@ class Driver:
         """Outcomes on disk; an attempt without one is judged from what its dead driver left."""
         outcomes = []
         for folder in self.store.attempt_folders(cell):
-            outcome = self.store.outcome(folder)
+            outcome, about = self.store.outcome(folder), self.store.about(folder)
+            number = int(folder.name.partition("-")[2])
+            self.order[(cell.id, number)] = about.get("order", -1)
             if outcome is None:
-                number = int(folder.name.partition("-")[2])
-                seed = self.store.seed(folder)
-                seed = self.seed(1) if seed is None else seed  # never started: killed, whatever its seed
+                seed = about.get("seed", self.seed(1))  # never started: killed, whatever its seed
                 outcome = self._judge_folder(cell, folder, number=number, seed=seed, ended=None)
                 self.store.write_outcome(folder, outcome)
             outcomes.append(outcome)
@@ -233,8 +343,7 @@ class Driver:
     def _start(self, attempt: schedule.Attempt, slots: tuple[str, ...], *, seed: int | None = None) -> None:
         seed = self.seed(attempt.index) if seed is None else seed
         try:
-            number, folder = self.store.new_attempt(attempt.cell, variant=self.variant)
-            self.store.write_seed(folder, seed)
+            number, folder = self._new_attempt(attempt, seed)
             launch = self.trainer.launch(self.matrix, attempt.cell, seed=seed, folder=folder)
             task = self._task(launch, folder, slots)
             handle = self.executor.start(replace(task, warm=self.warm.start(launch.warm)))
@@ -243,7 +352,19 @@ class Driver:
             raise
         now = self.occasion.clock()
         self.running.append(Running(attempt, number, seed, folder, slots, handle, now, launch.warm))
-        self.echo(CellStarted(attempt.cell, number, ",".join(slots)))
+        self.echo(CellStarted(attempt.cell, number, ",".join(slots), self._why(attempt)))
+
+    def _new_attempt(self, attempt: schedule.Attempt, seed: int) -> tuple[int, Path]:
+        """The number and the folder of an attempt, with a note of what it is."""
+        number, folder = self.store.new_attempt(attempt.cell, variant=self.variant)
+        order = 1 + max(self.order.values(), default=0)
+        self.store.write_about(folder, attempt.cell, seed=seed, order=order, why=self._why(attempt))
+        if not self.variant:
+            self.order[(attempt.cell.id, number)] = order
+        return number, folder
+
+    def _why(self, attempt: schedule.Attempt) -> str:
+        return self.wanted.get(attempt.cell.id, {}).get(attempt.index, "")
 
     def _task(self, launch: Launch, folder: Path, slots: tuple[str, ...]) -> Task:
         offline = {"HF_HUB_OFFLINE": "1"} if launch.from_hub and self.usable else {}
@@ -305,7 +426,7 @@ class Driver:
             self.other_port.add(cell.id)
             self.once_more.add(cell.id)
         else:
-            self.pool.ended(Trial((cell.id, outcome.seed), slots, outcome.status), outcome.memory_bytes)
+            self.pool.ended(SlotTrial((cell.id, outcome.seed), slots, outcome.status), outcome.memory_bytes)
 
     def _slot_noted(self, slot: str, note: Note) -> None:
         """Says what is to be said of a slot; what holds for good stays with the run."""
@@ -314,7 +435,7 @@ class Driver:
         self.echo(SlotNoted(slot, note.text))
 
     def _keep_blocked(self, attempt: schedule.Attempt, reason: str, results: dict[str, CellResult]) -> None:
-        number, folder = self.store.new_attempt(attempt.cell)
+        number, folder = self._new_attempt(attempt, self.seed(attempt.index))
         outcome = Outcome(Status.UNSUPPORTED, reason, attempt=number, seed=self.seed(attempt.index))
         self.store.write_outcome(folder, outcome)
         self._learn(attempt.cell, (), outcome)
@@ -325,7 +446,10 @@ class Driver:
         results[cell.id] = replace(before, attempts=(*before.attempts, outcome))
         self.expected = schedule.forecast(tuple(results.values()), self.work)
         done = self._done(results)
-        self.echo(CellEnded(cell, outcome, done, len(results), self._time_left(results)))
+        if self.search is not None:  # it says when it is enough
+            self.echo(CellEnded(cell, outcome, done, None, None))
+        else:
+            self.echo(CellEnded(cell, outcome, done, len(results), self._time_left(results)))
 
     def _time_left(self, results: Mapping[str, CellResult]) -> float | None:
         open_ = [result for result in results.values() if schedule.blocked_by(result.cell, self.blocked) is None]

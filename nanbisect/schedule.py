@@ -36,9 +36,11 @@ def pending(
     running: Collection[str] = (),
     given_up: Collection[str] = (),
     again: Collection[str] = (),
+    wanted: Mapping[str, Collection[int]] | None = None,
 ) -> list[Attempt]:
     """Attempts still to make, in the order of `results`: each cell once with every one of `seeds`.
 
+    `wanted` has, where a search says so, the indexes of those seeds that each cell is to be run with.
     `running` holds the ids of cells under way, `given_up` of those that somebody keeps killing, `again` of
     those to be tried once more although they ended unjudged. Without that they would end the same way.
     """
@@ -48,7 +50,8 @@ def pending(
             continue
         done = counted(result.attempts)
         made = {outcome.seed for outcome in done if outcome.judged or result.cell.id not in again}
-        missing = [index for index, seed in enumerate(seeds, start=1) if seed not in made]
+        chosen = range(1, len(seeds) + 1) if wanted is None else sorted(wanted.get(result.cell.id, ()))
+        missing = [index for index in chosen if seeds[index - 1] not in made]
         if missing and (result.cell.id in again or _worth_it(done, seeds)):
             todo.append(Attempt(result.cell, missing[0]))
     return todo

@@ -1,8 +1,9 @@
 """The run folder: what is in it and how it is written. The only module that knows file names.
 
     <run>/run.json                                  the matrix as read, arguments, environment
+    <run>/search.json                               how the cells are chosen, where not all of them run
     <run>/notes.jsonl                               what is to be said of the whole run, such as a GPU put aside
-    <run>/cells/<slug>-<8 hex>/attempt-1/           attempt.json (its seed), outcome.json, exit.json, log.txt,
+    <run>/cells/<slug>-<8 hex>/attempt-1/           attempt.json (seed, levels), outcome.json, exit.json, log.txt,
                                                     events.*.jsonl, trainer.jsonl
     <run>/variants/<slug>-<8 hex>/attempt-1/        the same, for `rerun --with`
     <run>/results.csv, result.json, report.md
@@ -27,6 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nanbisect.cells import Cells
 from nanbisect.errors import StoreError
 from nanbisect.evidence import Ending, Evidence, Line, log_tail, says_port_taken
 from nanbisect.executors.base import Exit, read_exit
@@ -37,6 +39,7 @@ from nanbisect.ranks import of_process
 SCHEMA = 1
 RUN, RESULT, CSV, REPORT, LOCK = "run.json", "result.json", "results.csv", "report.md", ".lock"
 NOTES = "notes.jsonl"
+SEARCH = "search.json"
 SCRATCH = "warm-check"
 IGNORE, IGNORE_ALL = ".gitignore", "*\n"
 ABOUT, OUTCOME, LOG, DIARY = "attempt.json", "outcome.json", "log.txt", "trainer.jsonl"
@@ -131,16 +134,51 @@ class Store:
             path.mkdir(parents=True)
         return number, path
 
-    def write_seed(self, folder: Path, seed: int) -> None:
-        """Note the seed of an attempt before it starts: a command never says it, and its driver may die."""
-        self._write(folder.relative_to(self.folder) / ABOUT, json.dumps({"schema": SCHEMA, "seed": seed}))
+    def write_about(self, folder: Path, cell: Cell, *, seed: int, order: int, why: str) -> None:
+        """Note what an attempt is before it starts: a command never says its seed, and its driver may die.
 
-    def seed(self, folder: Path) -> int | None:
-        """The seed of an attempt; None for one that was never started."""
-        try:
-            return int(json.loads((folder / ABOUT).read_text(encoding="utf-8"))["seed"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        `order` counts the attempts of a run in the order of their starts, `why` says what this one is for.
+        """
+        about = {"schema": SCHEMA, "seed": seed, "order": order, "why": why, "levels": cell.levels}
+        self._write(folder.relative_to(self.folder) / ABOUT, json.dumps(jsonable(about)))
+
+    def about(self, folder: Path) -> dict[str, Any]:
+        """What was noted of an attempt; nothing for one that was never started. Older runs have the seed only."""
+        data = _read_json(folder / ABOUT)
+        return data if isinstance(data.get("seed"), int) else {}
+
+    def cells(self, space: Cells) -> tuple[Cell, ...]:
+        """The cells that were begun, by number. Older runs did not note levels: there the folder's name tells."""
+        folders = _listed(self.folder / "cells")
+        noted = {folder.name: self._levels(folder) for folder in folders}
+        found = [space.cell(levels) for levels in noted.values() if levels and space.has(levels)]
+        bare = {name for name, levels in noted.items() if not levels}
+        found += [cell for cell in space.every if cell.slug in bare] if bare and space.listed else []
+        return tuple(sorted(found, key=lambda cell: cell.number))
+
+    def order(self) -> dict[tuple[str, int], int]:
+        """(Cell's id, number of the attempt) -> its place in the order of starts, where that was noted."""
+        found = {}
+        for path in (self.folder / "cells").glob("*/attempt-*"):
+            about = self.about(path)
+            if "order" in about and (match := ATTEMPT.match(path.name)):
+                found[(Cell(0, about["levels"]).id, int(match[1]))] = about["order"]
+        return found
+
+    def _levels(self, folder: Path) -> Mapping[str, str]:
+        noted = (self.about(attempt).get("levels") for attempt in _listed(folder))
+        return next((levels for levels in noted if isinstance(levels, dict)), {})
+
+    def write_search(self, search: Mapping[str, Any] | None) -> None:
+        """Write how the cells of this run are chosen, and why it ended; None: all of them run, as in any grid."""
+        if search is None:
+            (self.folder / SEARCH).unlink(missing_ok=True)
+        else:
+            self._write(SEARCH, json.dumps(jsonable({"schema": SCHEMA, **search}), indent=1))
+
+    def search(self) -> dict[str, Any]:
+        """How the cells of this run are chosen; nothing where all of them run."""
+        return _read_json(self.folder / SEARCH)
 
     def outcomes(self, cell: Cell, *, variant: bool = False) -> tuple[Outcome, ...]:
         """The outcomes on disk, oldest attempt first. Torn ones are judged again by the driver."""
@@ -185,7 +223,7 @@ class Store:
         """Remove what `create` made of a run that never began (a bad input found by its first cell)."""
         for name in ("cells", "variants"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
-        for name in (RUN, NOTES, IGNORE, LOCK):
+        for name in (RUN, NOTES, SEARCH, IGNORE, LOCK):
             (self.folder / name).unlink(missing_ok=True)
         if self.made:
             with contextlib.suppress(OSError):  # somebody put something into it
@@ -318,6 +356,15 @@ def explained(path: Path, verb: str = "written") -> Iterator[None]:
             errno.EROFS: "the file system is read-only\ntry: --out with a folder that you may write",
         }.get(error.errno or 0, error.strerror or str(error))
         raise StoreError(f"{path} can't be {verb}: {mend}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; an empty one where it is missing or torn."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
 
 
 def _listed(folder: Path) -> list[Path]:

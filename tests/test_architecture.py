@@ -21,7 +21,7 @@ PURE = (
     *(f"environment/{n}rows.py" for n in ("", "torch_", "machine_", "attention_")),
 )
 FLOORS = (
-    ("errors", "matrix", "outcome", "events"),
+    ("errors", "matrix", "cells", "outcome", "events"),
     (
         *(
             "yaml_tree",
@@ -48,7 +48,7 @@ FLOORS = (
         ),
     ),
     ("executors", "gpus", "ports", "store", "trainers"),
-    ("machine", "pool", "warm_check", "run", "changes", "starting", "watch", "environment"),
+    ("machine", "pool", "warm_check", "choosing", "run", "changes", "starting", "watch", "environment"),
     ("console", "app", "cli", "__main__"),
 )
 NO_EFFECTS = {"os", "time", "random", "pathlib", "subprocess", "socket", "tempfile", "threading", "secrets", "shutil"}

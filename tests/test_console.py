@@ -12,6 +12,7 @@ from nanbisect.attribution import attribute
 from nanbisect.events import CellEnded, CellStarted, LevelBlocked, RunEnded, RunStarted, SlotNoted
 from nanbisect.matrix import Factor, Matrix, expand
 from nanbisect.outcome import CellResult, Note, Outcome, Site, Status
+from nanbisect.report import words
 from nanbisect.report.model import RunInputs, build
 
 MATRIX = Matrix(
@@ -135,4 +136,4 @@ def test_nothing_judged_says_why() -> None:
 
 def test_durations_read_like_a_person_says_them() -> None:
     """Seconds, minutes, hours."""
-    assert [show.duration(seconds) for seconds in (0.4, 45, 200, 7500)] == ["0 s", "45 s", "3 min 20 s", "2 h 5 min"]
+    assert [words.duration(seconds) for seconds in (0.4, 45, 200, 7500)] == ["0 s", "45 s", "3 min 20 s", "2 h 5 min"]

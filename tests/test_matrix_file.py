@@ -391,14 +391,13 @@ def test_a_number_of_thousands_of_digits_is_refused_like_any_other() -> None:
     assert (problem.path, problem.line, problem.column) == ("steps", 5, 8)
 
 
-def test_too_many_combinations() -> None:
-    levels = ", ".join(map(str, range(1, 30)))
-    names = ("batch_size", "seed", "gradient_accumulation")
+def test_many_combinations_are_no_problem_and_are_not_listed() -> None:
+    levels = ", ".join(map(str, range(1, 300)))
+    names = ("batch_size", "weight_decay", "gradient_accumulation", "learning_rate")
     text = HEAD + "factors:\n" + "".join(f"  {name}: [{levels}]\n" for name in names)
-    problem = only(text)
-    assert (problem.path, problem.line, problem.column) == ("factors", 3, 1)
-    assert "24,389 combinations are more than 20,000" in problem.what
-    assert "fewer factors" in problem.mend
+    assert read(text + "exclude: [{weight_decay: 1, batch_size: 2}]\n").combinations == 299**4
+    problem = only(text + "settings: {precision: bf16}\nexclude: [{precision: bf16}]\n")
+    assert "exclude every cell" in problem.what
 
 
 def test_every_problem_is_reported_at_once_in_the_order_of_the_file() -> None:

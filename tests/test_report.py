@@ -448,7 +448,7 @@ def test_every_way_to_end_has_its_own_mark() -> None:
     factor = Factor("f", tuple(map(str, range(len(outcomes) + 1))))
     cells = [Cell(number, {"f": level}) for number, level in enumerate(factor.levels, start=1)]
     results = [CellResult(cell, (outcome,)) for cell, outcome in zip(cells, outcomes, strict=False)]
-    (marks,) = build_grid([factor], [*results, CellResult(cells[-1])]).marks
+    (marks,) = build_grid(Matrix("m", "fake", (factor,)), [*results, CellResult(cells[-1])]).marks
     assert marks == (".", "-", "oom", "fail", "time", "kill", "none", "NaN", "Inf", " ")
 
 

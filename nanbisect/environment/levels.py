@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from nanbisect.cells import Cells
 from nanbisect.environment.row import Row
 from nanbisect.machine import Looked
-from nanbisect.matrix import Matrix, expand
-from nanbisect.schedule import blocked_by
+from nanbisect.matrix import Matrix
 
 UNTRIED = {True: "nothing to try; memory depends on the model", False: "only the command itself shows it"}
 
@@ -39,9 +39,9 @@ class Levels:
 def levels_of(matrix: Matrix, looked: Looked | None, rows: Sequence[Row]) -> Levels:
     """Every level of the factors, and the fixed ones that can't run. `looked` is None where torch is missing."""
     reason = _untried(looked)
-    cells = expand(matrix)
+    cells = Cells(matrix).count()
     if looked is None or reason:
-        return Levels(matrix.name, matrix.trainer, len(cells), None, reason)
+        return Levels(matrix.name, matrix.trainer, cells, None, reason)
     blocked = {(line["setting"], line["level"]): str(line["reason"]) for line in looked.of("level")}
     tried = {(line["setting"], line["level"]) for line in looked.of("tried")}
     doubts = {
@@ -55,13 +55,12 @@ def levels_of(matrix: Matrix, looked: Looked | None, rows: Sequence[Row]) -> Lev
         runs = False if why else (True if (setting, level) in tried else None)
         note = why or doubt or ("" if runs else UNTRIED[matrix.trainer == "sft"])
         levels.append(Level(setting, level, True, runs, note))
-    return Levels(matrix.name, matrix.trainer, len(cells), _runnable(matrix, blocked, fixed), "", (*levels, *fixed))
+    return Levels(matrix.name, matrix.trainer, cells, _runnable(matrix, blocked, fixed), "", (*levels, *fixed))
 
 
 def _runnable(matrix: Matrix, blocked: Mapping[tuple[str, str], str], fixed: Sequence[Level]) -> int:
     """Cells without a level that can't run; a fixed one is part of all."""
-    known = [({setting: level}, why) for (setting, level), why in blocked.items()]
-    return 0 if fixed else sum(blocked_by(cell, known) is None for cell in expand(matrix))
+    return 0 if fixed else Cells(matrix).count(without=[{setting: level} for setting, level in blocked])
 
 
 def _untried(looked: Looked | None) -> str:

@@ -7,12 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nanbisect.attribution import Cause, Finding
+from nanbisect.cells import MOST_LISTED
 from nanbisect.matrix import Matrix, Setting
 from nanbisect.neutrality import listed
 from nanbisect.outcome import CellResult, Status
 from nanbisect.report.inputs import NOT_RUN, RunInputs, holds
+from nanbisect.report.search import SearchSummary
 from nanbisect.report.verdict import known, not_varied
-from nanbisect.report.words import code, one_line
+from nanbisect.report.words import code, counted, one_line
+from nanbisect.search.values import Strategy
 from nanbisect.suspects import quick_levels
 
 MORE_STEPS = 10
@@ -186,9 +189,26 @@ def next_steps(inputs: RunInputs, pairs: Sequence[Pair]) -> tuple[Step, ...]:
     elif finding is Finding.NOTHING_JUDGED:
         steps += _to_judge(inputs)
     steps += _to_see(pairs)
-    if inputs.counts.get(NOT_RUN):
+    if inputs.search:
+        steps += _to_search(inputs, inputs.search)
+    elif inputs.counts.get(NOT_RUN):
         steps.append(Step("Run the cells that were not run.", resume(inputs)))
     return tuple(steps)
+
+
+def _to_search(inputs: RunInputs, search: SearchSummary) -> Iterator[Step]:
+    """Go on with a search that did not come to its end; run the rest of a grid that is not large."""
+    known, command = search.account, own_command(inputs)
+    if inputs.interrupted or (search.plan.strategy is Strategy.ADAPTIVE and (known.pending or known.open)):
+        longer = replace(inputs, command=without(command, "--budget", values=1))
+        yield Step("Go on with the search.", resume(longer))
+    elif search.plan.strategy is Strategy.FIRST_CAUSE:
+        other = (*without(command, "--strategy", values=1), "--strategy", "adaptive")
+        yield Step("Look for every cause; what was run counts.", resume(replace(inputs, command=other)))
+    elif not search.whole and known.of_cells <= MOST_LISTED:
+        rest = counted(known.of_cells - known.cells, "cell")
+        again = replace(inputs, command=(*without(command, "--finish-grid"), "--finish-grid"))
+        yield Step(f"Run the {rest} that the search had no need of, for the proof.", resume(again))
 
 
 def _to_see(pairs: Sequence[Pair]) -> Iterator[Step]:

@@ -57,8 +57,12 @@ def cause_reports(inputs: RunInputs) -> tuple[CauseReport, ...]:
 
 
 def _evidence(cause: Cause) -> Iterator[str]:
-    untested = f"; {cause.untested} not judged" if cause.untested else ""
-    yield f"{cause.failed} of {counted(cause.matching, 'matching cell')} failed{untested}."
+    untested = f"; {cause.untested:,} not judged" if cause.untested else ""
+    cells = "matching cell" if cause.matching == 1 else "matching cells"
+    yield f"{cause.failed} of {cause.matching:,} {cells} failed{untested}."
+    if cause.checked and cause.untested:
+        of = "every level of every other factor" if cause.checked == 1 else f"all levels of any {cause.checked} others"
+        yield f"It failed together with {of}, as far as those could be judged."
     for name, others in cause.needed.items():
         if others:
             happened = [f"{code(f'{name}={level}')} {_happened(word)}" for level, word in others.items()]

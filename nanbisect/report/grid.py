@@ -7,7 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nanbisect.matrix import Factor
+from nanbisect.cells import MOST_LISTED
+from nanbisect.matrix import Factor, Matrix, is_excluded
 from nanbisect.outcome import CellResult, Status
 from nanbisect.report.words import kind_of, one_line
 
@@ -70,14 +71,20 @@ def mark(result: CellResult) -> str:
     return MARKS[result.status]
 
 
-def build_grid(factors: Sequence[Factor], results: Sequence[CellResult]) -> Grid:
-    """The grid of these cells. Rows without any cell are left out."""
+def build_grid(matrix: Matrix, results: Sequence[CellResult]) -> Grid:
+    """The grid of these cells. Rows without any cell are left out; of a matrix whose cells are not listed, all."""
+    if matrix.combinations > MOST_LISTED:
+        return Grid("", "", (), (), (), {})
+    factors = matrix.factors
     split = _split(factors)
     row_factors, column_factors = factors[:split], factors[split:]
     marks = {tuple(result.cell.levels[f.name] for f in factors): mark(result) for result in results}
     columns = _combinations(column_factors)
     rows = [row for row in _combinations(row_factors) if any((*row, *column) in marks for column in columns)]
-    shown = tuple(tuple(marks.get((*row, *column), EXCLUDED) for column in columns) for row in rows)
+    shown = tuple(
+        tuple(marks.get((*row, *column)) or _without_result(matrix, (*row, *column)) for column in columns)
+        for row in rows
+    )
     occurring = {mark for line in shown for mark in line}
     return Grid(
         row_title=_joined([factor.name for factor in row_factors]),
@@ -87,6 +94,12 @@ def build_grid(factors: Sequence[Factor], results: Sequence[CellResult]) -> Grid
         marks=shown,
         legend={mark: text for mark, text in MEANINGS.items() if mark in occurring and mark != text},
     )
+
+
+def _without_result(matrix: Matrix, levels: Sequence[str]) -> str:
+    """The mark of a combination that the matrix excludes, or that a search did not choose."""
+    names = [factor.name for factor in matrix.factors]
+    return EXCLUDED if is_excluded(matrix, dict(zip(names, levels, strict=True))) else NOT_RUN
 
 
 def _joined(words: Sequence[str]) -> str:

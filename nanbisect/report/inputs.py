@@ -12,6 +12,7 @@ from nanbisect.attribution import Attribution, Caution
 from nanbisect.matrix import Cell, Matrix, Vocabulary
 from nanbisect.neutrality import run_cautions
 from nanbisect.outcome import CellResult, Note, Status
+from nanbisect.report.search import SearchSummary
 
 NOT_RUN = "not_run"
 """The word for cells without an outcome, beside the statuses."""
@@ -19,11 +20,13 @@ NOT_RUN = "not_run"
 
 @dataclass(frozen=True)
 class RunInputs:
-    """A run as values. `results` has every cell of the matrix; `folder` is the name of the run's folder.
+    """A run as values. `results` has every cell of the matrix, or where a `search` chose them those that it
+    chose; `folder` is the name of the run's folder.
 
     `environment` may hold device, python, torch, cuda, packages {name: version}, gpus [{name, memory}],
     cpu, system, nanbisect. `command` is the user's argv, `matrix_path` the matrix file as the user gave
-    it, `excluded` the number of combinations that the matrix takes out, `notes` what was noted of the whole run.
+    it, `excluded` the number of combinations that the matrix takes out, `notes` what was noted of the whole run,
+    `ended` why not every cell was run, as a clause.
     `vocabulary` is the trainer's, with the settings that the matrix's own command and flags make.
     """
 
@@ -38,11 +41,19 @@ class RunInputs:
     excluded: int = 0
     notes: tuple[Note, ...] = ()
     vocabulary: Vocabulary = field(default_factory=lambda: Vocabulary(settings={}))
+    search: SearchSummary | None = None
+    ended: str = ""
+
+    @property
+    def total(self) -> int:
+        """The number of cells of the matrix."""
+        return self.search.account.of_cells if self.search else len(self.results)
 
     @cached_property
     def cautions(self) -> tuple[Caution, ...]:
         """Every doubt: what the cells say, then what was noted of the whole run."""
-        return (*self.attribution.cautions, *run_cautions(self.notes))
+        blocked = self.search.cautions() if self.search else ()
+        return (*self.attribution.cautions, *blocked, *run_cautions(self.notes))
 
     @cached_property
     def ordered(self) -> tuple[CellResult, ...]:

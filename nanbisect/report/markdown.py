@@ -33,7 +33,10 @@ Item = TypeVar("Item")
 def to_markdown(report: Report, redact: Redactor) -> str:
     """The whole report, always under 65,536 characters."""
     page = _Page(report, redact)
-    above = [page.head(), page.grid(), page.causes(), page.places(), page.cautions(), page.neutral(), page.unjudged()]
+    above = [
+        *(page.head(), page.grid(), page.causes(), page.account()),
+        *(page.places(), page.cautions(), page.neutral(), page.unjudged()),
+    ]
     below = [page.environment(), page.next(), page.reproduce(), page.text(report.versions, COMMAND)]
     used = sum(len(block.encode()) + 2 for block in [*above, *below])
     blocks = [*above, page.cells(LIMIT - used), *below]
@@ -102,6 +105,10 @@ class _Page:
         evidence = "".join(f"\n  - {self.text(sentence, LINE // 2)}" for sentence in cause.evidence)
         return f"- {self.text(f'{cause.words}: {cause.standing}.', LINE // 2)}{evidence}"
 
+    def account(self) -> str:
+        """What a search has shown of the cells that it did not run, and what not."""
+        return self.items("What was shown", self.report.account)
+
     def places(self) -> str:
         """Where it surfaced, in which cells."""
         return self.items("Where it surfaced", [_place_words(place) for place in self.report.places], MEDIUM)
@@ -140,7 +147,9 @@ class _Page:
         if not report.rows:
             return ""
         lines = _fitted(report.rows, self._row, left) if left > 0 else _left_out(len(report.rows))
-        return _folded(f"All {counted(len(report.rows), 'cell')}", f"{head}\n{lines}" if left > 0 else lines)
+        many = counted(len(report.rows), "cell")
+        title = f"The {many} that were run" if report.account else f"All {many}"
+        return _folded(title, f"{head}\n{lines}" if left > 0 else lines)
 
     def _row(self, row: Row) -> str:
         return table_row([self.cell(text) for text in row.texts])

@@ -58,9 +58,9 @@ class Excerpt:
 class Report:
     """What a run says. `command` made it, `settings` (`k=v`) say what was trained and held constant.
 
-    `rows` has every cell. `scope` says how much was judged, where; `smear` what a check after clipping
-    would have blamed; `pairs` a failing cell and its nearest finite neighbour for each cause. `columns` and
-    `rows` are the table of cells.
+    `rows` has every cell, or those that a search chose: `account` says what that shows. `scope` says how
+    much was judged, where; `smear` what a check after clipping would have blamed; `pairs` a failing cell and
+    its nearest finite neighbour for each cause. `columns` and `rows` are the table of cells.
     """
 
     name: str
@@ -71,6 +71,7 @@ class Report:
     scope: str
     counts: Mapping[str, int]
     grid: Grid
+    account: tuple[str, ...]
     causes: tuple[CauseReport, ...]
     no_difference: str | None
     places: tuple[Place, ...]
@@ -109,7 +110,8 @@ def build(inputs: RunInputs) -> Report:
         verdict=verdict(inputs),
         scope=scope(inputs),
         counts=inputs.counts,
-        grid=build_grid(matrix.factors, ordered),
+        grid=build_grid(matrix, ordered),
+        account=inputs.search.sentences() if inputs.search else (),
         causes=causes,
         no_difference=no_difference(attribution),
         places=places(inputs.failing),

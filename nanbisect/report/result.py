@@ -26,10 +26,17 @@ def to_result(inputs: RunInputs) -> dict[str, Any]:
         "causes": [_cause(cause) for cause in attribution.causes],
         "neutral": attribution.neutral,
         "divergences": [asdict(moved) for moved in attribution.divergences],
-        "completeness": completeness(inputs.matrix.factors, inputs.ordered, attribution.causes),
+        "completeness": _completeness(inputs),
         "cautions": [asdict(caution) for caution in inputs.cautions],
     }
     return dict(jsonable(result))
+
+
+def _completeness(inputs: RunInputs) -> dict[str, Any]:
+    """By the search's account, where one chose the cells; else counted over all cells."""
+    if inputs.search is None:
+        return completeness(inputs.matrix.factors, inputs.ordered, inputs.attribution.causes)
+    return inputs.search.to_json()
 
 
 def cell_to_result(result: CellResult) -> dict[str, Any]:
@@ -75,4 +82,5 @@ def _site(site: Site | None) -> dict[str, Any] | None:
 
 
 def _cause(cause: Cause) -> dict[str, Any]:
-    return {**asdict(cause), "standing": cause.standing.value}
+    data = {**asdict(cause), "standing": cause.standing.value}
+    return {name: value for name, value in data.items() if name != "checked" or value is not None}

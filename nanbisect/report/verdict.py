@@ -14,7 +14,9 @@ from nanbisect.neutrality import ADVICE, listed
 from nanbisect.outcome import Status
 from nanbisect.report.inputs import NOT_RUN, RunInputs, holds
 from nanbisect.report.places import loaded_bad, surfaces
+from nanbisect.report.search import SearchSummary
 from nanbisect.report.words import clip, code, combination, counted, kinds, one_line, status_words, was
+from nanbisect.search.values import Strategy
 
 SHOWN_CAUSES = 3
 SHOWN_RIVALS = 4
@@ -31,14 +33,18 @@ def verdict(inputs: RunInputs) -> str:
 
 def scope(inputs: RunInputs) -> str:
     """How many cells were judged, where, in how many steps and records."""
-    total, others = len(inputs.results), [_counted_status(inputs, name) for name in _unjudged(inputs)]
+    total, others = inputs.total, [_counted_status(inputs, name) for name in _unjudged(inputs)]
     text = (
-        f"{inputs.judged} of {counted(total, 'cell')} {was(inputs.judged)} judged on {one_line(inputs.device)}: "
+        f"{inputs.judged} of {_many(total)} {was(inputs.judged)} judged on {one_line(inputs.device)}: "
         f"{len(inputs.finite)} finite, {len(inputs.failing)} non-finite"
     )
     rest = f"; {listed(others)}" if others else ""
     excluded = f" The matrix excludes {counted(inputs.excluded, 'more combination')}." if inputs.excluded else ""
     return f"{text}{rest}.{excluded}"
+
+
+def _many(cells: int) -> str:
+    return counted(cells, "cell") if cells < 10_000 else f"{cells:,} cells"
 
 
 def not_varied(inputs: RunInputs) -> tuple[str, ...]:
@@ -117,16 +123,29 @@ def _undecided(inputs: RunInputs) -> Iterator[str]:
     some = f"Some cells fail ({len(inputs.failing)} of {inputs.judged} judged)"
     if len(texts) > 1:
         yield f"{some}, but the judged cells do not tell apart: {rivals}."
+    elif inputs.search and texts:
+        yield f"{some}. Isolated so far, and not yet seen with enough other levels to call it a cause: {rivals}."
     elif texts:
         yield f"{some}, all of them with {rivals}, but too few cells were judged to call it a cause."
     else:
         yield f"{some}, but no combination of levels explains them."
     deciding = sorted({number for cause in causes for number in cause.deciding})
-    if deciding:
+    if inputs.search:
+        would = _more_cells(inputs.search)
+    elif deciding:
         would = f"{'Cell' if len(deciding) == 1 else 'Cells'} {listed(deciding)} would decide."
     else:
         would = "No other cell of this matrix would decide: vary one more factor or level."
     yield f"{would} {surfaces(inputs.failing)}"
+
+
+def _more_cells(search: SearchSummary) -> str:
+    """What a search that may not call anything a cause could do yet."""
+    if search.plan.strategy is Strategy.FIRST_CAUSE:
+        return "Nothing else was looked for: `--strategy adaptive` checks it, and looks for every cause."
+    if search.account.pending or search.account.open:
+        return "More cells would decide: go on with `--resume`, without a `--budget`."
+    return "A higher `--strength` would see it with more levels."
 
 
 def _nothing_failed(inputs: RunInputs) -> Iterator[str]:
@@ -206,7 +225,10 @@ def _interrupted(inputs: RunInputs) -> Iterator[str]:
     if inputs.interrupted:
         left = inputs.counts.get(NOT_RUN, 0)
         missing = f": {left} of {counted(len(inputs.results), 'cell')} {was(left)} not run" if left else ""
-        yield f"The run was interrupted{missing}."
+        yield "The search was interrupted." if inputs.search else f"The run was interrupted{missing}."
+    elif inputs.ended and not inputs.search:
+        left = inputs.counts.get(NOT_RUN, 0)
+        yield f"The run ended early, for {inputs.ended}: {left} of {_many(inputs.total)} {was(left)} not run."
 
 
 def _unjudged(inputs: RunInputs) -> list[str]:

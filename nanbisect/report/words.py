@@ -56,6 +56,16 @@ def status_words(status: str) -> str:
     return {"nonfinite": "non-finite"}.get(status, status.replace("_", " "))
 
 
+def duration(seconds: float) -> str:
+    """`45 s`, `3 min 20 s`, `2 h 5 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
 def figure(value: float) -> str:
     """Four significant digits; `NaN`, `Inf`, `-Inf`."""
     if math.isnan(value):

@@ -15,9 +15,10 @@ from typing import Any, NoReturn
 
 import yaml
 
+from nanbisect.cells import Cells
 from nanbisect.errors import UsageError
 from nanbisect.evidence import Effect
-from nanbisect.matrix import Cell, Matrix, Vocabulary, expand
+from nanbisect.matrix import Cell, Matrix, Vocabulary
 from nanbisect.matrix_command import placeholders
 from nanbisect.outcome import Note, all_float32
 from nanbisect.ports import free_port, port_environment
@@ -249,7 +250,7 @@ class CommandTrainer:
 
 def steps_of(matrix: Matrix, settings: Mapping[str, str]) -> int:
     """Optimizer steps of a cell: smaller global batches take proportionally more, over the same records."""
-    largest = max(_global_batch({**matrix.settings, **cell.levels}) for cell in expand(matrix))
+    largest = max(_global_batch({**matrix.settings, **split}) for split in Cells(matrix).combinations(BATCH))
     return -(-matrix.steps * largest // _global_batch(settings))
 
 

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanbisect.matrix import Matrix, expand
+from nanbisect.cells import Cells
+from nanbisect.matrix import Matrix
 from nanbisect.trainers.sft.settings import SETTINGS
 
 
@@ -52,12 +53,8 @@ def size(matrix: Matrix) -> int:
 
 def largest_batch(matrix: Matrix) -> int:
     """The largest global batch of any cell."""
-    splits = {tuple(_split({**matrix.settings, **cell.levels}).items()) for cell in expand(matrix)}
-    return max(global_batch(dict(split)) for split in splits)
-
-
-def _split(settings: Mapping[str, str]) -> dict[str, str]:
-    return {name: settings[name] for name in ("batch_size", "gradient_accumulation") if name in settings}
+    splits = Cells(matrix).combinations(("batch_size", "gradient_accumulation"))
+    return max(global_batch({**matrix.settings, **split}) for split in splits)
 
 
 def global_batch(settings: Mapping[str, str]) -> int:

@@ -1,0 +1,86 @@
+"""The next cell: cover, isolate, verify, in phases of growing strength.
+
+Each phase (t, u): a failing cell that no claim explains is isolated; every claim is verified with
+combinations of u other levels; then combinations of up to t factors are covered by cells that hold no claim.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nanbisect.search import words
+from nanbisect.search.reading import Reading
+from nanbisect.search.suspicion import Suspicion, information
+from nanbisect.search.values import Choice, Kind, Row
+from nanbisect.search.verify import verifying_row
+from nanbisect.search.view import View
+
+PHASES = ((1, 0), (2, 1), (3, 1), (3, 2))
+
+
+def phases(strength: tuple[int, int]) -> list[tuple[int, int]]:
+    """Those up to the strength asked for, which is the last."""
+    t, u = strength
+    before = [phase for phase in PHASES if phase[0] <= t and phase[1] <= u and phase != strength]
+    return [*before, strength]
+
+
+def choose(reading: Reading, strength: tuple[int, int]) -> Choice | None:
+    """The next cell, or None: nothing is left to run, but for what waits for cells under way."""
+    for suspicion in reading.open:
+        choice = _isolate(reading.view, suspicion)
+        if choice:
+            return choice
+    for cell, row in reading.wanted:
+        if row not in reading.view.taken:
+            return _choice(reading.view, row, Kind.ISOLATE, words.halves(cell, reading.view))
+    for t, u in phases(strength):
+        choice = _verify(reading.view, u) or _cover(reading.view, t)
+        if choice:
+            return choice
+    return None
+
+
+def _choice(view: View, row: Row, kind: Kind, why: str) -> Choice:
+    if row in view.evidence.cells:
+        why = words.repeats(view, row, why)
+    return Choice(row, view.evidence.next_seed(row), kind, why)
+
+
+def _isolate(view: View, suspicion: Suspicion) -> Choice | None:
+    """The row that tells most about the cause of one failing cell; of equals, the one that covers more."""
+    told = information(view, suspicion)
+    cover = view.pool.sum(view.unsettled(3) & ~view.hidden)
+    score = told * (1 - view.risk) + 1e-3 * cover / (1 + cover.max(initial=0))
+    best = view.pick(np.where(told >= 0, score, -1))
+    if best is None:
+        return None
+    row = view.pool.row(best)
+    return _choice(view, row, Kind.ISOLATE, words.tells_apart(view, suspicion, row))
+
+
+def _verify(view: View, u: int) -> Choice | None:
+    for claim in view.claims:
+        best = verifying_row(view, claim, u)
+        if best is not None:
+            row = view.pool.row(best)
+            return _choice(view, row, Kind.VERIFY, words.verifies(view, claim, row))
+    return None
+
+
+def _cover(view: View, t: int) -> Choice | None:
+    """The row without a claim that holds most combinations of which nothing is known."""
+    open_ = view.unsettled(t) & ~view.hidden
+    gain = view.pool.sum(open_)
+    score = gain
+    if t < 3:
+        later = view.pool.sum(~view.covered & ~view.refuted & ~view.hidden)
+        score = gain + 0.5 * later / (1 + later.max(initial=0))
+    rows = view.free & ~view.claimed & (gain > 0)
+    if view.evidence.flaky:
+        score = score / (1 + 0.05 * view.evidence.attempts(view.pool))
+    best = view.pick(np.where(rows, score * (1 - view.risk), -1))
+    if best is None:
+        return None
+    row = view.pool.row(best)
+    return _choice(view, row, Kind.COVER, words.covers(view, row, open_))
