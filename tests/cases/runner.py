@@ -28,7 +28,9 @@ class Host:
     def __init__(self, *, probe: bool) -> None:
         self.folder = tempfile.TemporaryDirectory()
         dropped = ("NANBISECT_", "PYTHONPATH", "RANK")
-        env = {key: value for key, value in os.environ.items() if not key.startswith(dropped)} | {"OMP_NUM_THREADS": "1"}
+        env = {key: value for key, value in os.environ.items() if not key.startswith(dropped)} | {
+            "OMP_NUM_THREADS": "1"
+        }
         if probe:
             env |= {"NANBISECT_PROBE": self.folder.name, "PYTHONPATH": str(PROBE / "site")}
         self.process = subprocess.Popen(
@@ -99,30 +101,54 @@ def _lines(folder: Path, kind: str) -> list[Line]:
 # the other aids --------------------------------------------------------------------------------
 
 
-def anomaly(host: Host, case: Case) -> str:
+@dataclass(frozen=True)
+class Said:
+    """An aid's message in short, with the line (of the script) or the module that it names, if any."""
+
+    text: str
+    line: int | None = None
+    module: str | None = None
+
+    def hits(self, case: Case) -> bool:
+        """Whether it names the origin's line, or its module."""
+        truth = case.truth
+        return truth is not None and (
+            self.line == truth.line or (self.module is not None and self.module == truth.module)
+        )
+
+    def words(self, case: Case) -> str:
+        """The message, and whether it leads to the origin."""
+        if not self.hits(case):
+            return self.text
+        return f"{self.text}: the origin's {'module' if self.line is None else 'line'}"
+
+
+def anomaly(host: Host, case: Case) -> Said:
     """What `torch.autograd.set_detect_anomaly(True)` says: the function, and the line of its forward traceback."""
     errors = (host.train(case, aid=ANOMALY) / "err.txt").read_text(encoding="utf-8")
-    found = re.search(r"Function '(\w+)' returned nan values in its (\d+)th output", errors)
+    found = re.search(r"Function '(\w+)' returned nan values", errors)
     if found is None:
         return _failed(errors)
-    traced = errors.split("Traceback of forward call that caused the error")[1:]
-    lines = re.findall(rf'File "{re.escape(str(case.script))}", line (\d+)', traced[0].split("Traceback (")[0]) if traced else []
-    return f"{found[1]} returned nan" + (f", line {lines[-1]}" if lines else ", no line")
+    forward = errors.partition("Traceback of forward call that caused the error")[2].partition("Traceback (most")[0]
+    lines = re.findall(rf'File "{re.escape(str(case.script))}", line (\d+)', forward)
+    return Said(f"{found[1]}, line {lines[-1]}", line=int(lines[-1])) if lines else Said(found[1])
 
 
-def underflow(host: Host, case: Case) -> str:
+def underflow(host: Host, case: Case) -> Said:
     """What transformers' `DebugUnderflowOverflow(model)` says: the module of its last frame, and what was bad there."""
     folder = host.train(case, aid=UNDERFLOW)
     out, errors = ((folder / name).read_text(encoding="utf-8") for name in ("out.txt", "err.txt"))
     if "inf/nan detected" not in errors:
         return _failed(errors)
-    bad = re.findall(r"^(.+) has (nans|infs)$", out, re.M)
-    frames = re.findall(r"^ {18}(\S*) (\w+)$", out, re.M)
-    where, kind = frames[-1]
-    return f"{where or 'the root'} ({kind}): {', '.join(f'{name} has {what}' for name, what in bad)}"
+    bad = re.findall(r"^(.+) has (nan|inf)s$", out, re.M)
+    module, kind = re.findall(r"^ {18}(\S*) (\w+)$", out, re.M)[-1]
+    return Said(
+        f"{f'{module} ({kind})' if module else kind}: {', '.join(f'{what} in {name}' for name, what in bad)}",
+        module=module,
+    )
 
 
-def _failed(errors: str) -> str:
-    """Nothing found; or an error of its own on the way."""
+def _failed(errors: str) -> Said:
+    """Nothing found; or an error of the aid's own on the way."""
     last = errors.strip().splitlines()[-1:] if "Traceback (most recent call last)" in errors else []
-    return f"stops with {last[0]}" if last else SILENT
+    return Said(f"stops with {last[0]}" if last else SILENT)

@@ -8,7 +8,12 @@ from torch.nn import functional as F
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.text, self.image, self.head, self.extra = nn.Embedding(16, 8), nn.Linear(4, 8), nn.Linear(8, 16), nn.Linear(8, 2)
+        self.text, self.image, self.head, self.extra = (
+            nn.Embedding(16, 8),
+            nn.Linear(4, 8),
+            nn.Linear(8, 16),
+            nn.Linear(8, 2),
+        )
 
     def forward(self, ids, image):
         hidden = torch.cat([self.image(image), self.text(ids)], dim=1)

@@ -34,10 +34,8 @@ class Model(nn.Module):
     def forward(self, ids):
         x = self.embed(ids)
         for layer in self.layers:
-            if kind == "off":
-                x = x + layer(x, ids)
-            else:
-                x = x + checkpoint(layer, x, ids, use_reentrant=kind == "reentrant")
+            again = kind == "reentrant"
+            x = x + (layer(x, ids) if kind == "off" else checkpoint(layer, x, ids, use_reentrant=again))
         return self.head(x)
 
 
