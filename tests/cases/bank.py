@@ -51,7 +51,7 @@ class Case:
     @property
     def about(self) -> str:
         """The first sentence of the script."""
-        return self.script.read_text(encoding="utf-8").split('"""')[1].split("\n\n")[0].replace("\n", " ").strip()
+        return " ".join(self.script.read_text(encoding="utf-8").split('"""')[1].split("\n\n")[0].split())
 
 
 @functools.cache
@@ -80,6 +80,7 @@ def chosen(names: list[str]) -> list[Case]:
 
 def _case(name: str, entry: Mapping[str, Any], argument: str | None) -> Case:
     script = HERE / "sick" / f"{name}.py"
+    entry = {key: value[argument] if isinstance(value, dict) and argument in value else value for key, value in entry.items()}
     text, module = script.read_text(encoding="utf-8"), entry["module"]
     kinds = INFINITE if entry["kind"] == "any-inf" else (entry["kind"],)
     truth = Truth(

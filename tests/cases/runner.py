@@ -14,6 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from nanbisect.outcome import Outcome
+from nanbisect.watch import watched
 from tests.cases.bank import HERE, Case
 from tests.cases.host import ANOMALY, UNDERFLOW
 
@@ -71,10 +73,11 @@ class Host:
 
 @dataclass(frozen=True)
 class Traced:
-    """Where it surfaced (None: nowhere), what the trace of that step says, and what the traced process printed."""
+    """Where it surfaced (None: nowhere); of the traced process what its trace says, its outcome, the probe's errors."""
 
     event: Line | None
     origin: Line | None
+    outcome: Outcome
     errors: tuple[str, ...] = ()
 
     @property
@@ -89,7 +92,7 @@ def trace(host: Host, case: Case) -> Traced:
     folder = host.train(case, NANBISECT_STOP="event", NANBISECT_TRACE=str(event["step"] if event else 1))
     origin = next(iter(_lines(folder, "origin")), None)
     errors = [str(line["error"]) for line in _lines(folder, "probe_error")]
-    return Traced(event, origin, tuple(errors))
+    return Traced(event, origin, watched(folder, 0).outcome, tuple(errors))
 
 
 def _lines(folder: Path, kind: str) -> list[Line]:
