@@ -196,6 +196,19 @@ class Book:
             record.intended = record.kind in INF and self._meant(chosen)
             if chosen.how in ("unwritten", "reduced") and (record.kind != "nan" or chosen.kind == "nan"):
                 record.label = UNWRITTEN if chosen.how == "unwritten" else REDUCED
+        if record.root == record.number and record.place.phase == "recompute":
+            record.twin = self._twin(record)
+
+    def _twin(self, record: Record) -> Optional[int]:
+        """Number of the record of the same operation in forward, with the same outputs."""
+
+        def alike(of: Record) -> Tuple[object, ...]:
+            return of.operation, of.place.module, of.place.line, of.kind, of.shapes, of.micro, of.label
+
+        for other in reversed(self.records):
+            if other.place.phase not in ("recompute", "backward") and alike(other) == alike(record):
+                return other.number
+        return None
 
     def _meant(self, taken: Taken) -> bool:
         """Whether an Inf was put there: a constant from before, a mask in a buffer."""
@@ -208,7 +221,8 @@ class Book:
     def _order(self, taken: Taken, number: int) -> Tuple[bool, int]:
         """NaN of any kind, or an Inf that nobody meant, before an Inf that was put there; then the oldest."""
         if taken.record is not None:
-            return self._meant(taken), self.records[taken.record].root
+            root = self.records[self.records[taken.record].root]
+            return self._meant(taken), root.number if root.twin is None else root.twin
         return self._meant(taken), -1 if taken.how in ("parameter", "buffer", "batch") else number
 
     def _describe(self, record: Record, call: Call, kinds: List[Optional[str]], before: List[Optional[Ends]]) -> None:

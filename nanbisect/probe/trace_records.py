@@ -66,6 +66,7 @@ class Record:
         self.label = ""
         self.chosen: Optional[Taken] = None
         self.root = number
+        self.twin: Optional[int] = None  # of a birth in recompute: the same in forward
         self.intended = False
         self.shapes: Tuple[Tuple[int, ...], ...] = ()
         self.written: Optional[str] = None  # name of a parameter or buffer that it wrote

@@ -104,7 +104,16 @@ def _text(line: Line) -> str:
     return "%s %s" % (shown(line), line[2])
 
 
-NOTHING: Fields = {"chain": [], "chain_length": 0, "nan_at": None, "hidden_by": [], "before": [], "jumps": []}
+NOTHING: Fields = {
+    "chain": [],
+    "chain_length": 0,
+    "nan_at": None,
+    "hidden_by": [],
+    "before": [],
+    "jumps": [],
+    "also": [],
+    "also_count": 0,
+}
 
 
 def kernels(teller: Teller, mode: Mode) -> List[Fields]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import List, NamedTuple, Optional, Tuple
+from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 from .trace_book import Book
 from .trace_records import MASKING, Frame, Record
@@ -27,19 +27,41 @@ def back(book: Book, target: Record) -> Way:
     """From a bad record to its birth: NaN before Inf, an Inf that was put there last."""
     links = _parents(book, target)
     birth = book.records[target.root]
-    twin, finite = None, None
-    if birth.place.phase == "recompute":
-        twin = _twin(book, birth)
-        finite = None if twin is not None else _was_finite(book, birth)
+    twin = None if birth.twin is None else book.records[birth.twin]
+    finite = _was_finite(book, birth) if twin is None and birth.place.phase == "recompute" else None
     if twin is not None:
         rest = [record for record in links if record.number >= birth.number]
         links, birth = [*_parents(book, twin), *rest], book.records[twin.root]
     hidden = _hidden(book, birth)
-    place = links.index(birth)
-    after = links[place + 1] if place + 1 < len(links) else None
-    if hidden and after is not None and after.place.phase in ("backward", "recompute"):
-        links = [*links[: place + 1], hidden[0], *links[place + 1 :]]
+    place = next((at for at, record in enumerate(links) if _again(record)), 0)
+    if hidden and place > links.index(birth):
+        links = [*links[:place], hidden[0], *links[place:]]
     return Way(links, birth, hidden, finite)
+
+
+def first(book: Book, targets: Sequence[Record]) -> Tuple[Record, List[Record]]:
+    """Of what failed, in its order, the one to explain, and births of the same kind that brought others.
+
+    That is the first, unless the same line bore the same badness before (a layer that stands nearer to the input,
+    whose gradients come later): then the first whose birth is the earliest of these.
+    """
+    births = [_forward(book, book.records[target.root]) for target in targets]
+    same = {birth.number: birth for birth in births if _line(birth) == _line(births[0])}
+    earliest = same[min(same)]
+    chosen = targets[births.index(earliest)]
+    return chosen, [birth for number, birth in sorted(same.items()) if birth is not earliest]
+
+
+def _line(record: Record) -> Tuple[object, ...]:
+    return record.operation, record.place.source, record.kind, record.label, record.place.phase
+
+
+def _forward(book: Book, birth: Record) -> Record:
+    return birth if birth.twin is None else book.records[book.records[birth.twin].root]
+
+
+def _again(record: Record) -> bool:
+    return record.place.phase in ("backward", "recompute")
 
 
 def _parents(book: Book, record: Record) -> List[Record]:
@@ -55,16 +77,6 @@ def _same(frame: Frame, record: Record) -> bool:
     return (frame.operation, frame.place.module, frame.place.line) == (record.operation, place.module, place.line)
 
 
-def _twin(book: Book, record: Record) -> Optional[Record]:
-    """The record of the same operation in forward, with the same outputs."""
-    for other in reversed(book.records[: record.number]):
-        ran = other.place.phase not in ("recompute", "backward") and other.micro == record.micro
-        alike = other.frame >= 0 and (other.kind, other.shapes) == (record.kind, record.shapes)
-        if ran and alike and other.label != MASKING and _same(book.frames[other.frame], record):
-            return other
-    return None
-
-
 def _was_finite(book: Book, record: Record) -> Optional[bool]:
     """Whether the same operation gave finite values in forward; None where it did not run there."""
     for frame in reversed(book.frames[: max(record.frame, 0)]):
@@ -78,8 +90,7 @@ def _hidden(book: Book, birth: Record) -> List[Record]:
     found = [
         record
         for record in book.records[birth.number + 1 :]
-        if record.label == MASKING and record.root == birth.number and record.kind == birth.kind
-        and record.place.phase not in ("backward", "recompute")
+        if record.label == MASKING and record.root == birth.number and record.kind == birth.kind and not _again(record)
     ]  # fmt: skip
     return found[:HIDING]
 

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from .graph import Walk
     from .observer import Observer
 
+ALSO = 16  # births of the same kind that are listed
+
 
 class Heard(NamedTuple):
     """A non-finite event of the traced step."""
@@ -209,7 +211,8 @@ class Tracing:
     def _found(self, window: Window, heard: Heard) -> Dict[str, Any]:
         place = heard.place
         teller = self._teller()
-        target = self._target(window, heard)
+        targets = self._targets(window, heard)
+        target, others = way.first(self.book, targets) if targets else (None, [])
         found = None if target is None else way.back(self.book, target)
         name = heard.bad[0]["name"] if heard.bad else None
         surfaced = {"phase": place.phase, "value": place.value, "name": name, "micro_batch": place.micro}
@@ -219,6 +222,7 @@ class Tracing:
             fields.update(found=False, reason=reason)
         else:
             fields.update(found=True, reason=None, origin=teller.origin(found), **teller.chain(found))
+            fields.update(also=[teller.link(birth) for birth in others[:ALSO]], also_count=len(others))
         graph = self.graphs.get(place.micro, tell.Graph([], {}))
         fields["addends"] = tell.addends(teller, graph, found if place.phase != "loss" else None)
         fields["use"] = self._use(teller, graph, heard, found)
@@ -237,26 +241,30 @@ class Tracing:
 
     # what failed ----------------------------------------------------------------------------------
 
-    def _target(self, window: Window, heard: Heard) -> Optional[Record]:
-        place, names = heard.place, self.observer.names
+    def _targets(self, window: Window, heard: Heard) -> List[Record]:
+        """Records of what failed, the first first."""
+        place = heard.place
         if place.phase == "loss":
-            return self._noted("loss", place.micro, None)
+            return self._losses(place.micro)[:1]
         if place.phase == "backward":
-            wanted = heard.bad[0]["name"] if heard.bad else UNKNOWN
-            known = {id(tensor) for name, tensor in names.live(names.parameters) if name == wanted}
-            return self._noted("gradient", place.micro, known)
+            return self._gradients(place.micro, heard.bad[0]["name"] if heard.bad else UNKNOWN)
         if place.phase == "clip" and isinstance(window.norm, torch.Tensor):
             return self._of([window.norm])
         return self._of(self._named(heard, place.phase))
 
-    def _noted(self, what: str, micro: int, keys: Any) -> Optional[Record]:
-        notes = [note for note in self.notes if note.what == what]
-        same = [note for note in notes if note.micro == micro]
-        exact = [note for note in same if keys and note.key in keys]
-        for note in (*exact, *(same if what == "gradient" else reversed(same)), *notes):
-            record: Record = self.book.records[note.record]
-            return record
-        return None
+    def _losses(self, micro: int) -> List[Record]:
+        """Of this micro-batch, the last that was handed over or looked at."""
+        notes = [note for note in reversed(self.notes) if note.what == "loss"]
+        notes.sort(key=lambda note: note.micro != micro)
+        return [self.book.records[note.record] for note in notes]
+
+    def _gradients(self, micro: int, name: str) -> List[Record]:
+        """Of this micro-batch, in order of arrival, the named one first."""
+        names = self.observer.names
+        keys = {id(tensor) for known, tensor in names.live(names.parameters) if known == name}
+        notes = [note for note in self.notes if note.what == "gradient" and note.micro == micro]
+        notes.sort(key=lambda note: note.key not in keys)
+        return [self.book.records[note.record] for note in notes]
 
     def _named(self, heard: Heard, phase: str) -> List[torch.Tensor]:
         names = self.observer.names
@@ -268,12 +276,12 @@ class Tracing:
         wanted = {entry["name"] for entry in heard.bad}
         return [tensor for name, tensor in pairs if name in wanted or (phase == "reduce" and not wanted)]
 
-    def _of(self, tensors: List[torch.Tensor]) -> Optional[Record]:
+    def _of(self, tensors: List[torch.Tensor]) -> List[Record]:
         """The record of the one whose badness is the oldest."""
         keys = [operations.storage(tensor) for tensor in tensors]
         marks = [self.book.bad[key] for key in keys if key is not None and key in self.book.bad]
         records = [self.book.records[mark.value] for mark in marks]
-        return min(records, key=lambda record: record.root) if records else None
+        return sorted(records, key=lambda record: record.root)[:1]
 
     def _write(self, fields: Dict[str, Any]) -> None:
         self.over = True
