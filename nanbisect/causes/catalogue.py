@@ -144,16 +144,16 @@ ENTRIES = (
         ("pytorch/pytorch#147437", "NVIDIA/apex#240", "google-deepmind/optax#1754"),
     ),
     Entry(
-        rules.bad_buffer_at_start,
+        rules.unsaved_buffer,
         "A buffer was bad before the step. A non-persistent buffer is in no checkpoint: a model that was built without "
         "memory and then loaded has whatever was there.",
         "Compute the buffer again after loading, in `_init_weights` or `reset_parameters`, or make it persistent.",
         ("huggingface/transformers#45902", "huggingface/transformers#48892", "macwiatrak/Bacformer#33"),
     ),
     Entry(
-        rules.bad_parameter_at_start,
-        "A parameter was bad before the step: it was missing from the checkpoint and never initialised, or the "
-        "checkpoint holds it.",
+        rules.bad_at_start,
+        "A parameter or buffer was bad before the step: it was missing from the checkpoint and never initialised, the "
+        "checkpoint holds it so, or an earlier step left it.",
         "Look at the list of missing keys when loading, initialise what is new, and look at the checkpoint itself.",
         ("huggingface/transformers#45050", "karpathy/nanochat#686"),
     ),

@@ -165,7 +165,7 @@ def unselected_where(trace: Trace, outcome: Outcome) -> str | None:
 
 def root_at_zero(trace: Trace, outcome: Outcome) -> str | None:
     """The derivative of a root whose result was zero."""
-    if trace.node not in ROOTS or not trace.born_of_finite("backward") or unselected_where(trace, outcome):
+    if trace.node not in ROOTS or not trace.born_of_finite("backward"):
         return None
     if trace.operation not in (*DIVISIONS, "mul", "pow") or not any(map(ends_at_zero, trace.inputs)):
         return None
@@ -202,20 +202,25 @@ def adam_epsilon(trace: Trace, outcome: Outcome) -> str | None:
     """The update divided by a root that is zero, with its epsilon."""
     if "addcdiv" not in trace.operation or not trace.born_of_finite("optimizer"):
         return None
-    return f"{code(trace.operation)} divided by 0{trace.place}" if any(low(t) == 0 for t in trace.inputs) else None
+    roots = [t for t in trace.inputs if t.get("name") == "tensor2" and low(t) == 0]
+    return f"{code(trace.operation)} divided by a root plus epsilon that is 0{trace.place}" if roots else None
 
 
 # what was there before the step -----------------------------------------------------------------
 
 
-def bad_buffer_at_start(trace: Trace, outcome: Outcome) -> str | None:
-    """A buffer was bad when the step began."""
-    return _loaded(trace, "buffer")
+def unsaved_buffer(trace: Trace, outcome: Outcome) -> str | None:
+    """A buffer that no checkpoint holds was bad when the step began."""
+    entry = _loaded(trace)
+    if entry is None or entry.get("saved") is not False:
+        return None
+    return f"{_held(trace, entry)}; no checkpoint holds this buffer"
 
 
-def bad_parameter_at_start(trace: Trace, outcome: Outcome) -> str | None:
-    """A parameter was bad when the step began."""
-    return _loaded(trace, "parameter")
+def bad_at_start(trace: Trace, outcome: Outcome) -> str | None:
+    """A parameter, or a buffer that a checkpoint holds, was bad when the step began."""
+    entry = _loaded(trace)
+    return None if entry is None or entry.get("saved") is False else _held(trace, entry)
 
 
 def bad_batch(trace: Trace, outcome: Outcome) -> str | None:
@@ -223,8 +228,12 @@ def bad_batch(trace: Trace, outcome: Outcome) -> str | None:
     if trace.phase != "data":
         return None
     bad = next((t for t in trace.inputs if not finite(t)), None)
-    what = code(str(trace.origin.get("name") or "a tensor"))
-    return f"{what} of the batch held {_counts(bad)}{trace.place}" if bad is not None else f"{what} of the batch"
+    name = str(trace.origin.get("name") or "")
+    what = (
+        f"argument {name} of the model" if name.isdigit() else code(name) if name else "a tensor from outside the model"
+    )
+    held = f" held {_counts(bad)}" if bad is not None else " was bad"
+    return f"{what}{held}; first used by {code(trace.operation)}{trace.place}"
 
 
 def unwritten_memory(trace: Trace, outcome: Outcome) -> str | None:
@@ -328,19 +337,23 @@ def _overflow(trace: Trace, *phases: str) -> str | None:
     )
 
 
-def _loaded(trace: Trace, what: str) -> str | None:
+def _loaded(trace: Trace) -> Tensor | None:
+    """The parameter or buffer that was bad before the step and brought it."""
     if trace.phase != "load":
         return None
     name = trace.origin.get("name")
-    entry = next((e for e in trace.event.get("loaded") or () if e.get("name") == name and e.get("what") == what), None)
-    if entry is None:
-        return None
+    return next((entry for entry in trace.event.get("loaded") or () if entry.get("name") == name), None)
+
+
+def _held(trace: Trace, entry: Tensor) -> str:
     when = f"before step {trace.event.get('step', 1)}"
-    return f"{code(str(name))} held {_counts(entry)} {when}; first used by {code(trace.operation)}{trace.place}"
+    return (
+        f"{code(str(entry['name']))} held {_counts(entry)} {when}; first used by {code(trace.operation)}{trace.place}"
+    )
 
 
 def _counts(tensor: Tensor) -> str:
-    """`3 NaN and 1 Inf of 64`."""
+    """`3 NaN and 1 Inf of 64 values`."""
     infinite = (tensor.get("posinf") or 0) + (tensor.get("neginf") or 0)
     parts = [f"{count} {word}" for count, word in ((tensor.get("nan") or 0, "NaN"), (infinite, "Inf")) if count]
-    return f"{' and '.join(parts)} in {tensor.get('numel')} values"
+    return f"{' and '.join(parts)} of {counted(tensor.get('numel') or 0, 'value')}"

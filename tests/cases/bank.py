@@ -80,7 +80,9 @@ def chosen(names: list[str]) -> list[Case]:
 
 def _case(name: str, entry: Mapping[str, Any], argument: str | None) -> Case:
     script = HERE / "sick" / f"{name}.py"
-    entry = {key: value[argument] if isinstance(value, dict) and argument in value else value for key, value in entry.items()}
+    entry = {
+        key: value[argument] if isinstance(value, dict) and argument in value else value for key, value in entry.items()
+    }
     text, module = script.read_text(encoding="utf-8"), entry["module"]
     kinds = INFINITE if entry["kind"] == "any-inf" else (entry["kind"],)
     truth = Truth(
