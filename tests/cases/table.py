@@ -79,6 +79,11 @@ def write(rows: Sequence[Row]) -> None:
     README.write_text(before + MARK + "\n" + page(rows), encoding="utf-8")
 
 
+def row_start(case: Case) -> str:
+    """What the table says of a case whatever the aids say."""
+    return _line((case.name, _truth(case)))[:-1]
+
+
 def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
