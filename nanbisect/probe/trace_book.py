@@ -12,6 +12,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from . import numbers
 from . import trace_axes as axes
 from . import trace_operations as operations
 from . import trace_ranges as ranges
@@ -53,6 +54,7 @@ class Book:
         self.frames: List[Frame] = []
         self.records: List[Record] = []
         self.made: Dict[int, int] = {}  # storage -> frame that wrote it last
+        self.whole: Dict[int, Ends] = {}  # storage -> its range, where all of it was written and finite
         self.bad: Marks = {}  # storage -> number of the record
         self.unwritten: Marks = {}  # storage -> (operation, place)
         self.reduced: Marks = {}
@@ -63,31 +65,33 @@ class Book:
     def take(self, call: Call, found: List[Optional[Ends]], before: List[Optional[Ends]]) -> None:
         """One operation is over. `found`: ranges of its outputs; `before`: of what it has written, as that was."""
         about = call.about
-        keys = [operations.storage(tensor) for _, tensor in call.outputs]
-        if about.shared:
-            self._share(call, keys)
-            return
-        if about.empty:
-            self._make(call, keys)
+        if about.shared or about.empty:
+            keys = [operations.storage(tensor) for _, tensor in call.outputs]
+            (self._share if about.shared else self._make)(call, keys)
             return
         taken_from = [operations.storage(tensor) for _, tensor in call.inputs]
-        kinds = [ranges.kind_of(ends) for ends in found]
-        worst = "nan" if "nan" in kinds else next((kind for kind in kinds if kind is not None), None)
-        record = None
-        if worst is not None or (self.bad and any(key in self.bad for key in taken_from)):
+        fine, record = all(map(ranges.finite, found)), None
+        if not fine or (self.bad and any(key in self.bad for key in taken_from)):
+            kinds = [ranges.kind_of(ends) for ends in found]
+            worst = "nan" if "nan" in kinds else next((kind for kind in kinds if kind is not None), None)
             record = self._record(call, taken_from, kinds, worst, before)
-        self._frame(call, keys, taken_from, found, record)
-        for (_, tensor), key, kind, ends in zip(call.outputs, keys, kinds, found):
-            if key is not None and ends is not None:
-                self._wrote(key, tensor, kind, record)
+        number = self._frame(call, taken_from, found, record)
+        for (_, tensor), ends in zip(call.outputs, found):
+            if ends is not None:
+                self._wrote(tensor, ends, number, record)
 
-    def _wrote(self, key: int, tensor: torch.Tensor, kind: Optional[str], record: Optional[Record]) -> None:
-        whole = covers(tensor)
-        if kind is not None and record is not None:
+    def _wrote(self, tensor: torch.Tensor, ends: Ends, number: int, record: Optional[Record]) -> None:
+        key, whole = operations.memory(tensor)
+        if key is None:
+            return
+        self.made[key] = number
+        self.whole.pop(key, None)
+        if record is not None and not ranges.finite(ends):
             self.bad[key] = Mark(hold(tensor), record.number, whole)
         elif whole:
+            self.whole[key] = ends
             self.bad.pop(key, None)
-        if whole:
+        if whole and (self.unwritten or self.reduced):
             self.unwritten.pop(key, None)
             self.reduced.pop(key, None)
 
@@ -96,6 +100,7 @@ class Book:
             if key is not None:
                 self.bad.pop(key, None)
                 self.made.pop(key, None)
+                self.whole.pop(key, None)
                 self.unwritten[key] = Mark(hold(tensor), (call.about.name, call.place))
 
     def _share(self, call: Call, keys: List[Optional[int]]) -> None:
@@ -106,23 +111,21 @@ class Book:
             if key is not None:
                 self.reduced[key] = Mark(hold(tensor), (call.about.name, call.place))
                 self.unwritten.pop(key, None)
+                self.whole.pop(key, None)
 
     def _frame(
-        self, call: Call, keys: List[Optional[int]], taken_from: List[Optional[int]],
-        found: List[Optional[Ends]], record: Optional[Record],
-    ) -> None:  # fmt: skip
-        known = [ends for ends in found if ends is not None]
-        if not known:
-            return
-        number = len(self.frames)
+        self, call: Call, taken_from: List[Optional[int]], found: List[Optional[Ends]], record: Optional[Record]
+    ) -> int:
+        """The operation in short; its number."""
+        number, made = len(self.frames), self.made
         if record is not None:
             record.frame = number
-        parents = tuple(dict.fromkeys(self.made[key] for key in taken_from if key is not None and key in self.made))
-        shape = tuple(next(tensor.shape for (_, tensor), ends in zip(call.outputs, found) if ends is not None))
-        self.frames.append(Frame(call.about.name, call.place, shape, widest(known), parents, call.count))
-        for key in keys:
-            if key is not None:
-                self.made[key] = number
+        parents = tuple([made[key] for key in taken_from if key in made])
+        at = next(place for place, ends in enumerate(found) if ends is not None)
+        ends = found[at] if len(found) == 1 else widest([each for each in found if each is not None])
+        shape = tuple(call.outputs[at][1].shape)
+        self.frames.append(Frame(call.about.name, call.place, shape, ends or (0.0, 0.0), parents, call.count))
+        return number
 
     # records -----------------------------------------------------------------------------------
 
@@ -156,7 +159,7 @@ class Book:
         if id(tensor) in earlier:
             return ranges.kind_of(earlier[id(tensor)])
         mark = None if key is None else self.bad.get(key)
-        if mark is not None and mark.whole and covers(tensor):
+        if mark is not None and mark.whole and operations.memory(tensor)[1]:
             return str(self.records[mark.value].kind)
         return ranges.kind_of(ranges.at_once(tensor))
 
@@ -268,18 +271,13 @@ def _earlier(name: str, tensor: torch.Tensor, ends: Optional[Ends]) -> Dict[str,
     if ends is not None:
         fine = ranges.kind_of(ends) is None
         low, high = ends
+        if ends is numbers.FINITE:
+            detail.update(nan=0, posinf=0, neginf=0)
+            return detail
         rest = {"nan": 0, "posinf": 0, "neginf": 0} if fine else {"nan": None, "posinf": None, "neginf": None}
         detail.update(rest, min=low if fine else None, max=high if fine else None)
         detail["absmax"] = max(abs(low), abs(high)) if fine else None
     return detail
-
-
-def covers(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is all of its memory."""
-    try:
-        return tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes()
-    except (RuntimeError, NotImplementedError):
-        return True
 
 
 def floating(tensor: torch.Tensor) -> bool:

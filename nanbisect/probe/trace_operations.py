@@ -110,6 +110,15 @@ def infinite_scalar(args: Any, kwargs: Any) -> bool:
     return any(type(each) is float and each in (float("inf"), float("-inf")) for each in (*args, *kwargs.values()))
 
 
+def memory(tensor: torch.Tensor) -> Tuple[Optional[int], bool]:
+    """The number of its storage, and whether the tensor is all of that."""
+    try:
+        held = tensor.untyped_storage()
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return None, True
+    return int(held._cdata), tensor.numel() * tensor.element_size() >= held.nbytes()
+
+
 def storage(tensor: torch.Tensor) -> Optional[int]:
     """A number for the memory of a tensor, as long as that lives; None for one without memory of its own."""
     try:

@@ -186,10 +186,28 @@ class Tracing:
             return
         self.mode.flush()
         self._stop()
+        load = next((each for each in self.heard if each.place.phase == "load"), None)
         heard = next((each for each in self.heard if each.place.phase != "load"), None)
-        heard = heard or next(iter(self.heard), None)
-        fields = self._found(window, heard) if heard is not None else {"found": False, "reason": self._nothing(how)}
+        if load is not None and (heard is None or _left(heard, load)):
+            fields = self._only_loaded(load)
+        elif heard is not None:
+            fields = self._found(window, heard)
+        else:
+            fields = {"found": False, "reason": self._nothing(how)}
         self._write({**fields, "seconds": seconds})
+
+    def _only_loaded(self, heard: Heard) -> Dict[str, Any]:
+        """Something was bad before the first step, and nothing that this step computed: its first use, if any."""
+        names = [entry["name"] for entry in heard.bad]
+        bad = [each for each in self.loaded if each.fields["name"] in names]
+        place = {"phase": "load", "value": heard.place.value, "name": names[0], "micro_batch": 0}
+        if not bad:
+            return {"found": False, "reason": "%s was bad after loading" % names[0], "surfaced": place}
+        used = self.mode.watched.get(bad[0].key) if bad[0].key is not None else None
+        origin = self._teller().loaded(bad[0].fields, used)
+        link = {key: origin[key] for key in tell.LINK}
+        return {"found": True, "reason": None, "surfaced": place, "micro_batch": 0, "origin": origin, "chain": [link],
+                "chain_length": 1, "nan_at": 0 if link["kind"] == "nan" else None}  # fmt: skip
 
     def _nothing(self, how: str) -> str:
         absorbed = "; a GradScaler skipped it" if how == "scaler_skip" else ""
@@ -237,7 +255,9 @@ class Tracing:
 
     def _teller(self) -> tell.Teller:
         paths = tell.Paths(self.observer.names, self._roots(), self.places.modules)
-        return tell.Teller(self.book, self.places, paths)
+        names = self.observer.names
+        leaves = {id(tensor): name for name, tensor in names.live(names.parameters)}
+        return tell.Teller(self.book, self.places, paths, leaves)
 
     # what failed ----------------------------------------------------------------------------------
 
@@ -296,3 +316,9 @@ class Tracing:
             "seconds": None, "plain_seconds": self.plain, "traced_in_eager": self.eagerly.compiled, **fields,
         }  # fmt: skip
         self.observer.journal.write("origin", **whole)
+
+
+def _left(heard: Heard, load: Heard) -> bool:
+    """Whether an event after the step shows only what was bad before it."""
+    names = {entry["name"] for entry in load.bad}
+    return heard.place.phase == "optimizer" and all(entry["name"] in names for entry in heard.bad)
