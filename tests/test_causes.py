@@ -93,7 +93,8 @@ def test_an_event_with_nothing_but_an_operation_brings_nothing() -> None:
 def test_codes_are_stable_and_distinct() -> None:
     """The report's readers may search for them; adding one is a decision."""
     assert [entry.code for entry in ENTRIES] == [
-        *("fully_masked_rows", "mask_overflow", "hidden_by_masking", "ignored_labels", "empty_mean", "empty_mask_sum"),
+        *("fully_masked_rows", "mask_overflow", "zero_times_infinity", "hidden_by_masking"),
+        *("ignored_labels", "empty_mean", "empty_mask_sum"),
         *("one_sample_spread", "epsilon_underflow", "zero_divisor", "outside_domain", "logarithm_of_zero"),
         *("unselected_where", "root_at_zero", "fp16_overflow", "fp16_gradient_overflow", "fp16_state_overflow"),
         *("norm_overflow", "adam_epsilon", "unsaved_buffer", "bad_at_start", "bad_batch", "unwritten_memory"),

@@ -47,6 +47,11 @@ ENTRIES = (
         ("huggingface/transformers#27114", "allenai/OLMo#322", "huggingface/transformers#25065"),
     ),
     Entry(
+        rules.zero_times_infinity,
+        "A tensor was multiplied by Inf, and 0 times Inf is NaN: `(1 - mask) * -inf` is NaN wherever the mask is 1.",
+        "Fill instead of multiplying: `masked_fill(mask == 0, -inf)`, or `where`.",
+    ),
+    Entry(
         rules.hidden_by_masking,
         "The forward pass replaced the bad values, so the loss may look healthy. Backward multiplies what was saved "
         "of them by a gradient of 0, and 0 times NaN is NaN.",

@@ -29,6 +29,7 @@ INVERSES = ("rsqrt", "rsqrt_", "reciprocal", "reciprocal_")
 LOGARITHMS = ("log", "log2", "log10", "log_", "xlogy")
 BELOW_ZERO = (*LOGARITHMS, "sqrt", "sqrt_", "rsqrt", "rsqrt_")
 SINGULAR = (*DIVISIONS, *INVERSES, *LOGARITHMS)
+PRODUCTS = ("mul", "mul_")
 SUMS = ("sum", "count_nonzero")
 ADDITIONS = ("add", "add_")
 MEANS = ("mean", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div")
@@ -68,6 +69,16 @@ def mask_overflow(trace: Trace, outcome: Outcome) -> str | None:
         return None
     precision = trace.outputs[0].get("dtype")
     return f"{code(trace.operation)} took {figure(lowest)} and gave -Inf in {precision}{trace.place}"
+
+
+def zero_times_infinity(trace: Trace, outcome: Outcome) -> str | None:
+    """A product of finite tensors is never NaN: one factor was a plain number, and Inf, as the other elements show."""
+    if trace.kind != "nan" or trace.operation not in PRODUCTS or not trace.born_of_finite(*COMPUTED):
+        return None
+    infinite = any(t.get("posinf") or t.get("neginf") for t in trace.outputs)
+    if len(trace.inputs) != 1 or not infinite:
+        return None
+    return f"{code(trace.operation)} of one tensor gave NaN where it is 0 and Inf elsewhere{trace.place}"
 
 
 def hidden_by_masking(trace: Trace, outcome: Outcome) -> str | None:

@@ -14,6 +14,7 @@ Change = tuple[str, Any]
 CHANGES: Mapping[str, tuple[Change, ...]] = {
     "fully_masked_rows": (("origin.inputs.*.neginf", 0),),
     "mask_overflow": (("origin.inputs.*.min", -20.0),),
+    "zero_times_infinity": (("origin.outputs.0.neginf", 0),),
     "hidden_by_masking": (("hidden_by", []),),
     "ignored_labels": (("origin.outputs.*.absmax", 3.0),),
     "empty_mean": (("origin.inputs.*.numel", 5),),

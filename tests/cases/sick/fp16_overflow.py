@@ -1,4 +1,9 @@
-"""A feed-forward output beyond 65504 in fp16: Inf in `1.wo`, and NaN only where the next block normalises."""
+"""A feed-forward output beyond 65504 in fp16: Inf in `1.wo`, and NaN only where the next block normalises.
+
+Argument: half (the model is fp16) or autocast.
+"""
+
+import sys
 
 import torch
 from torch import nn
@@ -27,10 +32,13 @@ class Block(nn.Module):
 torch.manual_seed(0)
 model = nn.Sequential(*(Block() for _ in range(4)))
 model[1].wo.weight.data *= 1e5
-model.half()
+half = sys.argv[1] == "half"
+model.to(torch.float16 if half else torch.float32)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 for _ in range(2):
-    x = torch.randn(2, 5, 16).half()
-    model(x).float().square().mean().backward()
+    x = torch.randn(2, 5, 16)
+    with torch.autocast("cpu", torch.float16, enabled=not half):
+        out = model(x.half() if half else x)
+    out.float().square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
