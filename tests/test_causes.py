@@ -97,8 +97,8 @@ def test_codes_are_stable_and_distinct() -> None:
         *("ignored_labels", "empty_mean", "empty_mask_sum"),
         *("one_sample_spread", "epsilon_underflow", "zero_divisor", "outside_domain", "logarithm_of_zero"),
         *("unselected_where", "root_at_zero", "fp16_overflow", "fp16_gradient_overflow", "fp16_state_overflow"),
-        *("norm_overflow", "adam_epsilon", "unsaved_buffer", "bad_at_start", "bad_batch", "unwritten_memory"),
-        *("recompute_differs", "cudnn_attention", "smear_after_clipping", "clipped_to_zero"),
+        *("norm_overflow", "adam_epsilon", "unsaved_buffer", "bad_at_start", "diverged", "bad_batch"),
+        *("unwritten_memory", "recompute_differs", "cudnn_attention", "smear_after_clipping", "clipped_to_zero"),
     ]
 
 

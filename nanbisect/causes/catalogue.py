@@ -163,6 +163,11 @@ ENTRIES = (
         ("huggingface/transformers#45050", "karpathy/nanochat#686"),
     ),
     Entry(
+        rules.diverged,
+        "The parameters had grown beyond measure in the steps before: training diverged, and the Inf is where it ends.",
+        "Look at the losses of the steps before; lower the learning rate, warm up, or clip the gradients.",
+    ),
+    Entry(
         rules.bad_batch,
         "The NaN or Inf was in the batch. Multiplying by a mask of zeros does not remove it.",
         "Look at the record. Where it is padding, use `masked_fill` on the input instead of a product with a mask.",

@@ -234,6 +234,17 @@ def bad_at_start(trace: Trace, outcome: Outcome) -> str | None:
     return None if entry is None or entry.get("saved") is False else _held(trace, entry)
 
 
+def diverged(trace: Trace, outcome: Outcome) -> str | None:
+    """Finite inputs overflowed in a step that began with parameters of absurd size."""
+    absurd = [e for e in trace.event.get("loaded") or () if e.get("value") == "absurd" and e.get("what") == "parameter"]
+    late = trace.event.get("step", 1) > 1
+    if not absurd or not late or not trace.kind.endswith("inf") or not trace.born_of_finite(*COMPUTED):
+        return None
+    worst = max(absurd, key=absolute)
+    name, size = code(str(worst.get("name"))), figure(absolute(worst))
+    return f"step {trace.event['step']} began with values up to {size} in {name}"
+
+
 def bad_batch(trace: Trace, outcome: Outcome) -> str | None:
     """The batch itself held it."""
     if trace.phase != "data":

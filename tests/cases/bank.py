@@ -92,7 +92,7 @@ def _case(name: str, entry: Mapping[str, Any], argument: str | None) -> Case:
         module if module is None else module.replace("{argument}", argument or ""),
         _marked(text, "origin", argument),
         _becomes(text, entry.get("becomes"), argument),
-        {key: entry[key] for key in ("label", "name", "node", "forward_was_finite") if key in entry},
+        {key: entry[key] for key in ("label", "name", "node", "forward_was_finite", "rows", "addends") if key in entry},
         argument if entry.get("use") else None,
     )
     full = name if argument is None else f"{name}-{argument}"

@@ -33,6 +33,7 @@ CHANGES: Mapping[str, tuple[Change, ...]] = {
     "adam_epsilon": (("origin.inputs.*.min", 1e-6),),
     "unsaved_buffer": (("loaded.*.saved", True),),
     "bad_at_start": (("loaded", []),),
+    "diverged": (("loaded", []),),
     "bad_batch": (("origin.phase", "forward"),),
     "unwritten_memory": (("origin.label", "origin"),),
     "recompute_differs": (("origin.forward_was_finite", False),),

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tests.cases.bank import Case, Truth
 from tests.cases.runner import Traced
 
 Link = Mapping[str, Any]
+
+
+def _rows(event: Link) -> Any:
+    """Without the counts of elements."""
+    return [{key: row[key] for key in ("sample", "positions")} for row in event["origin"]["rows"] or ()]
+
+
+def _addends(event: Link) -> Any:
+    """The places of the bad ones."""
+    return [place for place, addend in enumerate(event["addends"]) if addend["bad"]]
+
+
+DETAILS: Mapping[str, Callable[[Link], Any]] = {"rows": _rows, "addends": _addends}
 
 
 def wrong(case: Case, traced: Traced) -> tuple[str, ...]:
@@ -34,8 +47,9 @@ def _differences(case: Case, truth: Truth, event: Link) -> Iterator[str]:
     if not _at(origin, case, truth.line):
         yield f"line is {origin['source']}, not {truth.line}"
     for name, value in truth.details.items():
-        if origin[name] != value:
-            yield f"{name} is {origin[name]!r}, not {value!r}"
+        found = DETAILS[name](event) if name in DETAILS else origin[name]
+        if found != value:
+            yield f"{name} is {found!r}, not {value!r}"
     if truth.use is not None and (event["use"] or {}).get("use") != truth.use:
         yield f"use is {event['use']}, not {truth.use}"
     yield from _later(case, truth, event)
