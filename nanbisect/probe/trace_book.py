@@ -206,7 +206,7 @@ class Book:
         """Number of the record of the same operation in forward, with the same outputs."""
 
         def alike(of: Record) -> Tuple[object, ...]:
-            return of.operation, of.place.module, of.place.line, of.kind, of.shapes, of.micro, of.label
+            return of.operation, of.place.owner, of.place.line, of.kind, of.shapes, of.micro, of.label
 
         for other in reversed(self.records):
             if other.place.phase not in ("recompute", "backward") and alike(other) == alike(record):

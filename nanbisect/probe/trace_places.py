@@ -138,7 +138,7 @@ class Places:
         if number == ACCUMULATE and not again:
             leaf = id(node.variable) if hasattr(node, "variable") else None
             return Place(phase, module, line, name, number, Made(call.line, None, name, 0), outer, leaf)
-        return Place(phase, module, line, name, number, None if again else call.table.get(number), outer)
+        return Place(phase, module, line, name, number, call.table.get(number), outer)
 
     def _task(self, task: int) -> Call:
         known = self.tasks.get(task)

@@ -74,7 +74,7 @@ def _parents(book: Book, record: Record) -> List[Record]:
 
 def _same(frame: Frame, record: Record) -> bool:
     place = record.place
-    return (frame.operation, frame.place.module, frame.place.line) == (record.operation, place.module, place.line)
+    return (frame.operation, frame.place.owner, frame.place.line) == (record.operation, place.owner, place.line)
 
 
 def _was_finite(book: Book, record: Record) -> Optional[bool]:
