@@ -9,20 +9,24 @@ class Limits(NamedTuple):
     """`at_event`: stop at the first non-finite event. `steps`, `backwards`: stop after so many (0: never).
 
     `every_line`: the run has an end that the driver knows, so every step is written. Otherwise (a command
-    that may run for days) files are kept small.
+    that may run for days) files are kept small. `trace`: the step to trace (0: none).
     """
 
     at_event: bool = False
     steps: int = 0
     backwards: int = 0
     every_line: bool = True
+    trace: int = 0
 
 
 def limits(environment: Mapping[str, str]) -> Limits:
-    """NANBISECT_STOP, NANBISECT_STEPS and NANBISECT_BACKWARDS. The built-in trainer sets none: it stops by itself."""
+    """NANBISECT_STOP, NANBISECT_STEPS, NANBISECT_BACKWARDS, NANBISECT_TRACE. The built-in trainer sets no stop: it
+    stops by itself. The traced step of a replay is its first."""
     steps, backwards = (_number(environment.get(name, "")) for name in ("NANBISECT_STEPS", "NANBISECT_BACKWARDS"))
     stop = environment.get("NANBISECT_STOP")
-    return Limits(stop == "event", steps, backwards, stop is None or bool(steps or backwards))
+    trace = environment.get("NANBISECT_TRACE", "")
+    traced = 1 if trace == "replay" else _number(trace)
+    return Limits(stop == "event", steps, backwards, stop is None or bool(steps or backwards), traced)
 
 
 def _number(text: str) -> int:

@@ -91,6 +91,34 @@ EVENTS: Dict[str, Dict[str, str]] = {
         "padding": "zeros of a 2-D attention_mask",
         "valid_labels": "labels other than -100",
     },
+    "origin": {
+        "step": "the traced step (NANBISECT_TRACE); one such event a process, written when that step is over",
+        "micro_batch": "micro-batch in which it surfaced; null where nothing was found",
+        "rank": "rank that traced",
+        "found": "whether an origin was found",
+        "reason": "why none was found; else null",
+        "surfaced": "what the walk back started from: phase, value, name, micro_batch; null where nothing surfaced",
+        "origin": "where it was born: ORIGIN below; null where not found",
+        "chain": "from the birth to where it surfaced: LINK below each; a long one without its middle",
+        "also": "births of the same kind at the same line that made other gradients bad (later layers): LINK each",
+        "also_count": "how many",
+        "chain_length": "links of the whole chain",
+        "nan_at": "place in `chain` of the first NaN; null where it stayed an Inf",
+        "hidden_by": "operations that took it in and gave finite values out: LINK each",
+        "before": "the last operations before the birth: operation, phase, module, source, shape, min, max",
+        "jumps": "where absmax grew 100 times and more on the way to the birth: LINK with from, to",
+        "kernels": "attention kernels and softmaxes that ran: KERNEL below, equal calls counted together",
+        "use": "of a tied weight, the use that brought it: use (lookup or head), node, module, source; else null",
+        "addends": "addends of the loss where its graph shows them: operation, module, source, bad (its value), "
+        "reaches (whether its graph holds the operation that made the first bad gradient, null where unknown)",
+        "loaded": "parameters and buffers that were bad or absurd before the traced step: name, what, value "
+        "(or absurd), saved (false where no checkpoint holds it), absmax, nan, posinf, neginf, numel, first (index), "
+        "first_use (LINK or null)",
+        "operations": "operations seen",
+        "seconds": "of the traced step, from its first forward to its end",
+        "plain_seconds": "of the step before it, untraced; null where there is none",
+        "traced_in_eager": "whether the training is compiled and this step was run without that",
+    },
     "partial": {"reason": "why what the probe sees is not all: finite can't be claimed"},
     "stopped": {
         "why": "event, steps or backwards",
@@ -113,4 +141,60 @@ EVENTS: Dict[str, Dict[str, str]] = {
     },
     "died": {"thread": "a thread that trained and ended by an error", "error": "the error"},
     "probe_error": {"where": "what the probe was doing", "error": "what went wrong"},
+}
+
+LINK: Dict[str, str] = {
+    "operation": "as torch dispatches it, without overload: aten._softmax",
+    "phase": "load, data, forward, loss, backward, recompute, reduce, clip or optimizer",
+    "module": "path of the module at work (in backward: of the forward); an empty text for the root; null outside one",
+    "source": "file:line of the user's code; of a backward operation the line of its forward; null where unknown",
+    "kind": "nan, +inf or -inf that it gave out; of a masking operation what it took in",
+    "label": "origin, NaN from Inf, bad->bad, masking, intended Inf, unwritten storage, came by reduction",
+    "node": "the autograd node at work, in backward; else null",
+}
+
+ORIGIN: Dict[str, str] = {
+    **LINK,
+    "name": "name of the parameter, buffer or batch tensor that brought it, or that was written; else null",
+    "frames": "the user's frames from the innermost out: file:line function",
+    "inputs": "TENSOR each",
+    "outputs": "TENSOR each; of an operation that writes in place the written ones",
+    "rows": "bad samples and positions: sample, positions (the first 32), count; null where the shape tells nothing",
+    "sample": "of the first bad element, from 0; null where the shape tells nothing",
+    "position": "the same",
+    "channel": "the same",
+    "allocated": "of unwritten storage, the operation that made it: operation, module, source; else null",
+    "forward_was_finite": "of an operation in recompute: whether the same one in forward gave finite values; else null",
+}
+
+TENSOR: Dict[str, str] = {
+    "name": "of a parameter or buffer, or the argument's name",
+    "shape": "list",
+    "dtype": "bfloat16, ...",
+    "layout": "strided, sparse_coo, ...",
+    "strides": "list; null where there are none",
+    "contiguous": "whether it is",
+    "min": "of the finite elements; null where there are none",
+    "max": "the same",
+    "absmax": "the same",
+    "nan": "number of NaN",
+    "posinf": "number of +Inf",
+    "neginf": "number of -Inf",
+    "numel": "number of elements",
+    "first": "index of the first bad element; null where all are finite",
+    "before": "whether this is a written tensor as it was before the operation",
+}
+
+KERNEL: Dict[str, str] = {
+    "kernel": "flash, efficient, cudnn, overrideable, flash_cpu, math, eager softmax or another library's operation",
+    "operation": "as dispatched",
+    "phase": "forward, recompute or backward",
+    "module": "path of the first module that called it",
+    "source": "file:line",
+    "calls": "how many",
+    "queries": "length of the queries",
+    "keys": "length of the keys",
+    "modulo": "lengths of queries and keys modulo 64 and 128: [[q64, q128], [k64, k128]]",
+    "masked_rows": "fully masked rows in all these calls; null where it can't be told",
+    "dtype": "of the queries",
 }

@@ -45,6 +45,7 @@ class Steps:
         self.names = names
         self.clock = clock
         self.frees_gradients = False
+        self.trace: Any = None  # of one step, where it is wanted
         self.reset()
 
     def reset(self) -> None:
@@ -307,6 +308,8 @@ class Steps:
             self.count.ended(how, window.micro + 1)
         self.window = Window(window.step + window.seen, others(window.all_bad(), optimizer), waiting)
         self.window.forwards = window.forwards  # of a step that has no backward yet
+        if self.trace is not None:
+            self.trace.ended(window, how, time.perf_counter() - window.began if window.seen else None)
 
     def _tell_filtered(self) -> None:
         """A Trainer that was ended before its next log line would have shown a finite loss there."""
