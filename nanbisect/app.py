@@ -51,6 +51,7 @@ LOOKING = "looking at this machine, and at what is to be trained"
 def run(path: Path, overrides: Overrides, occasion: Occasion, *, out: Path | None, resume: bool, reports: Path) -> int:
     """`nanbisect run`: every cell, then the report. Returns the exit code."""
     matrix = load(path, overrides)
+    _may_keep(matrix, occasion)
     trainer, executor, console = TRAINERS[matrix.trainer], LocalExecutor(warm=not occasion.cold), show.console_for()
     try:
         store = _to_resume(matrix, out, reports) if resume else None
@@ -273,6 +274,17 @@ def _data(data: str | None) -> str | None:
 def occasion(arguments: tuple[str, ...], path: Path, **told: Any) -> Occasion:
     """What belongs to this execution and not to the experiment; `told` are fields of `Occasion`."""
     return Occasion(arguments=arguments, matrix_path=str(path), look=GpuMemory(os.environ), **told)
+
+
+def _may_keep(matrix: Matrix, occasion: Occasion) -> None:
+    """Raises UsageError where no process can keep a model."""
+    if occasion.keep and occasion.cold:
+        raise UsageError("--keep-model and --cold exclude each other\ntry: one of them")
+    if occasion.keep and matrix.trainer != "sft":
+        raise UsageError(
+            f"--keep-model is of the built-in trainer, and this matrix has trainer {matrix.trainer}\n"
+            "try: without it; cells of a command start warm by themselves"
+        )
 
 
 def exit_code(results: Sequence[CellResult]) -> int:

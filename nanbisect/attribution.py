@@ -25,6 +25,7 @@ from nanbisect.combinations import (
     unexplained,
     union,
 )
+from nanbisect.confirm import open_cells
 from nanbisect.matrix import Factor
 from nanbisect.neutrality import Caution, Divergence, cell_cautions, cells_of, compare, listed
 from nanbisect.outcome import CellResult, Outcome, Status
@@ -107,6 +108,7 @@ def attribute(
     sure, loose = choose(grid, find_primes(grid))
     causes, unlisted = _causes(grid, sure, loose)
     ordered = tuple(sorted(results, key=lambda result: result.cell.number))
+    causes, kept = _confirmed(causes, ordered)
     comparison = compare(factors, ordered, neutral_settings)
     return Attribution(
         finding=_finding(grid, causes, strangers),
@@ -120,6 +122,7 @@ def attribute(
             *cell_cautions(factors, ordered, neutral_settings),
             *_different_records(strangers, _on_records(ordered)),
             *_never_seen(causes),
+            *kept,
             *_more_combinations(unlisted),
         ),
     )
@@ -198,6 +201,22 @@ def _finding(grid: Grid, causes: Sequence[Cause], strangers: Sequence[CellResult
 
 
 # Causes
+
+
+def _confirmed(causes: Sequence[Cause], results: Sequence[CellResult]) -> tuple[tuple[Cause, ...], tuple[Caution, ...]]:
+    """The causes, none proved that only cells in shared processes speak for; and what is to be said of those."""
+    found, cautions = [], []
+    for cause in causes:
+        known = cause.standing is not Standing.NOT_TOLD_APART
+        missing = open_cells(cause.levels, results) if known else ()
+        found.append(replace(cause, standing=Standing.SUPPORTED) if missing else cause)
+        if missing:
+            text = (
+                f"{_words(cause.levels)} was found in a process that trained one cell after another (--keep-model); "
+                f"{cells_of(missing)} must show the same in a process of its own before it is proved."
+            )
+            cautions.append(Caution("kept_model", text, "Go on with --resume, which makes these cells by themselves."))
+    return tuple(found), tuple(cautions)
 
 
 LISTED = 12

@@ -62,6 +62,9 @@ Cold = Annotated[bool, typer.Option("--cold", help="Start a Python of its own fo
 NoCheck = Annotated[
     bool, typer.Option("--no-check", help="Start a command warm without running one cell both ways first.")
 ]
+Keep = Annotated[
+    bool, typer.Option("--keep-model", help="Train cells one after another in a process that keeps its loaded model.")
+]
 Out = Annotated[
     Path | None, typer.Option("--out", help="The run folder itself, instead of reports/<matrix>-<date>-<time>.")
 ]
@@ -91,6 +94,7 @@ def run(  # noqa: PLR0913 - a command's options are its parameters
     jobs: Jobs = 1,
     cold: Cold = False,
     no_check: NoCheck = False,
+    keep_model: Keep = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with --out, or with the latest run of this matrix.")
     ] = False,
@@ -106,7 +110,9 @@ def run(  # noqa: PLR0913 - a command's options are its parameters
     overrides = _overrides(
         model_path, train_jsonl, set_, factor, steps=steps, repeat=repeat, seed=seed, timeout=timeout, device=device
     )
-    occasion = application.occasion(_argv(), matrix, gpus=gpus, jobs=jobs, cold=cold, check=not no_check)
+    occasion = application.occasion(
+        _argv(), matrix, gpus=gpus, jobs=jobs, cold=cold, check=not no_check, keep=keep_model
+    )
     _finish(lambda: application.run(matrix, overrides, occasion, out=out, resume=resume, reports=REPORTS))
 
 

@@ -42,7 +42,7 @@ class Effect:
 class Ending:
     """How the process ended, in the executor's words: `why` is exited unless somebody ended it.
 
-    `stragglers`: processes of its own that were still there.
+    `stragglers`: processes of its own that were still there; `started`: cold, warm or kept.
     """
 
     why: str
@@ -51,6 +51,7 @@ class Ending:
     seconds: float
     oom_kill: bool
     stragglers: int = 0
+    started: str = ""
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ def judge(evidence: Evidence, *, attempt: int, seed: int, effect_of: Callable[[M
         micro_batches=len(evidence.lines("micro_batch")),
         memory_bytes=_memory(evidence),
         log_tail=() if status.judged else evidence.log_tail,
+        started=evidence.ending.started,
     )
     how = evidence.end.get("how")
     blocked = evidence.end.get("levels", {}) if status is Status.UNSUPPORTED and how == "unsupported" else {}
@@ -136,6 +138,8 @@ def judge(evidence: Evidence, *, attempt: int, seed: int, effect_of: Callable[[M
 
 
 def _status(evidence: Evidence, effect: Effect) -> tuple[Status, str]:
+    if evidence.ending.why == PUT_ASIDE:  # whatever it saw, it was not the training of this cell
+        return Status.KILLED, STOPPED[PUT_ASIDE]
     event = _first_event(evidence)
     if event is None and (refused := _refused(evidence)) is not None:
         return refused
@@ -216,7 +220,9 @@ def _aborted(evidence: Evidence) -> bool:
     )
 
 
+PUT_ASIDE = "put_aside"
 STOPPED = {
+    PUT_ASIDE: "its process no longer had the model as it was loaded, so nothing of it counts",
     "cancelled": "stopped by nanbisect before it ended",
     "driver_died": "nanbisect itself died while it ran",
     "lost": "its processes were killed from outside",

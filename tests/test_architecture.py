@@ -39,6 +39,7 @@ FLOORS = (
             "evidence",
             "neutrality",
             "combinations",
+            "confirm",
             "attribution",
             "search",
             "schedule",

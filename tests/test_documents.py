@@ -99,7 +99,7 @@ def test_nothing_of_this_machine_is_in_the_example_run() -> None:
 FLAGS = {
     "run": {
         "--model-path", "--train-jsonl", "--set", "--factor", "--steps", "--repeat", "--seed", "--timeout", "--device",
-        "--gpus", "--jobs", "--cold", "--no-check", "--resume", "--out", "--help",
+        "--gpus", "--jobs", "--cold", "--no-check", "--keep-model", "--resume", "--out", "--help",
     },
     "plan": {"--model-path", "--train-jsonl", "--set", "--factor", "--steps", "--device", "--schema", "--help"},
     "init": {"--out", "--force", "--help"},

@@ -117,6 +117,14 @@ def read_exit(folder: Path) -> Exit | None:
         return None
 
 
+def started_as(folder: Path) -> str:
+    """How an attempt was started, as its shim noted it then; empty for one that never was."""
+    try:
+        return str(json.loads((folder / PIDS_FILE).read_text(encoding="utf-8"))["started"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
 @dataclass(frozen=True, eq=False)
 class Handle:
     """A started attempt. `name` is what a person would look for: a process id, a job number."""

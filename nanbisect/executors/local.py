@@ -35,6 +35,7 @@ from nanbisect.executors.base import (
     Handle,
     Task,
     read_exit,
+    started_as,
 )
 from nanbisect.executors.warm.keepers import Keeper, Keepers, KeptShim, keep_key
 from nanbisect.executors.warm.servers import Servers, WarmShim
@@ -142,7 +143,8 @@ class LocalExecutor:
                 return None
             if exit is None or sys.platform != "linux":  # without a subreaper only the marker finds them all
                 sweep(attempt.folder)
-            attempt.exit = exit or Exit("lost", seconds=round(time.monotonic() - attempt.began, 3))
+            seconds, how = round(time.monotonic() - attempt.began, 3), started_as(attempt.folder)
+            attempt.exit = exit or Exit("lost", seconds=seconds, started=how)
         return attempt.exit
 
     def stop(self, handle: Handle) -> None:

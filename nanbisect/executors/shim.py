@@ -131,7 +131,7 @@ class Shim:
     def _note(self, main: int) -> None:
         self.main = main
         pids = {"shim": _identity(os.getpid()), "main": _identity(main)}
-        write_json(Path(self.spec["pids"]), {"schema": SCHEMA, **pids})
+        write_json(Path(self.spec["pids"]), {"schema": SCHEMA, "started": self.how, **pids})
 
     def _wait(self) -> None:
         """Until the main process ended or someone asked for its end."""
