@@ -8,9 +8,9 @@ by itself; if one of them ends otherwise, so is every cell that was judged in a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from nanbisect.outcome import KEPT, CellResult, Status
+from nanbisect.outcome import KEPT, CellResult, Outcome, Status
 
 Levels = Mapping[str, tuple[str, ...]]
 
@@ -25,7 +25,11 @@ def contradicted(result: CellResult) -> bool:
     """Whether a process of its own ended otherwise than a shared one, with the same seed."""
     ends = {(attempt.seed, attempt.started == KEPT): attempt for attempt in result.attempts if attempt.judged}
     pairs = [(ends[seed, True], ends[seed, False]) for seed, kept in ends if kept and (seed, False) in ends]
-    return any(kept.status is not own.status or kept.site != own.site for kept, own in pairs)
+    return any(kept.status is not own.status or not _same_place(kept, own) for kept, own in pairs)
+
+
+def _same_place(kept: Outcome, own: Outcome) -> bool:
+    return kept.site is None or kept.site.same_place(own.site)
 
 
 def open_cells(levels: Levels, results: Sequence[CellResult]) -> tuple[CellResult, ...]:
@@ -60,8 +64,8 @@ def _lacks(levels: Levels, result: CellResult) -> list[str]:
     return [name for name, values in levels.items() if result.cell.levels.get(name) not in values]
 
 
-def to_make_again(causes: Sequence[Levels], results: Sequence[CellResult]) -> frozenset[str]:
-    """Ids of cells to make in processes of their own, as far as the outcomes tell now."""
-    if any(map(contradicted, results)):
-        return frozenset(result.cell.id for result in results if shared_only(result))
-    return frozenset(result.cell.id for levels in causes for result in open_cells(levels, results))
+def to_make_again(unconfirmed: Collection[int], results: Sequence[CellResult]) -> frozenset[str]:
+    """Ids of cells to make in processes of their own: those that causes wait for (by number), or all of them."""
+    all_of_them = any(map(contradicted, results))
+    shared = [result.cell for result in results if shared_only(result)]
+    return frozenset(cell.id for cell in shared if all_of_them or cell.number in unconfirmed)

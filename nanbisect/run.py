@@ -12,7 +12,7 @@ from types import FrameType
 from typing import NoReturn
 
 from nanbisect import schedule
-from nanbisect.attribution import Standing, attribute
+from nanbisect.attribution import attribute
 from nanbisect.confirm import to_make_again
 from nanbisect.errors import UsageError
 from nanbisect.events import CellEnded, CellStarted, Event, LevelBlocked, RunEnded, RunStarted, SlotNoted, StartNoted
@@ -156,10 +156,11 @@ class Driver:
         known = tuple(results.values())
         if not any(attempt.started == KEPT for result in known for attempt in result.attempts):
             return False
-        causes = attribute(self.matrix.factors, known).causes
-        levels = [cause.levels for cause in causes if cause.standing is not Standing.NOT_TOLD_APART]
-        new = to_make_again(levels, known) - self.alone
+        new = to_make_again(attribute(self.matrix.factors, known).unconfirmed, known) - self.alone
         self.alone |= new
+        if new:
+            what = "1 cell is" if len(new) == 1 else f"{len(new)} cells are"
+            self.echo(StartNoted(f"{what} made again, in a process of its own, before a cause counts as proved"))
         return bool(new)
 
     def _keep_ended(self, results: dict[str, CellResult]) -> bool:

@@ -64,7 +64,7 @@ def _attempt(outcome: Outcome) -> dict[str, Any]:
         "status": outcome.status.value,
         "reason": outcome.reason,
         "seconds": outcome.seconds,
-        "started": outcome.started or None,
+        **({"started": outcome.started} if outcome.started else {}),
     }
 
 

@@ -78,8 +78,17 @@ class SerialShim(shim.Shim):
         self._drain()
         struck = any(count > kills.get(name, count) for name, count in shim.oom_kills().items())
         self._write_exit(why, oom_kill=struck and self._was_killed())
+        if not stays:
+            self._say_no_more()
         os.close(self.done)
         return stays
+
+    def _say_no_more(self) -> None:
+        """Close the driver's socket before it hears of the end, lest it hand over another attempt."""
+        self.driver.close()
+        if self.life is not None:
+            os.close(self.life)
+            self.life = None
 
     def _hear(self) -> None:
         """The process says how the attempt ended; nothing when it has gone, which `_reap` will tell."""
