@@ -23,7 +23,7 @@ from nanbisect import watch as watching
 from nanbisect.attribution import attribute
 from nanbisect.changes import narrowed, with_changes
 from nanbisect.environment.checkup import Checkup, examine, examine_matrix
-from nanbisect.errors import StoreError, UsageError
+from nanbisect.errors import ExecutorError, StoreError, UsageError
 from nanbisect.events import CellStarted, Event
 from nanbisect.evidence import STOPPED
 from nanbisect.executors.local import LocalExecutor
@@ -67,9 +67,11 @@ def run(path: Path, overrides: Overrides, occasion: Occasion, *, out: Path | Non
         try:
             with show.watching(console, matrix) as listener:
                 results = driving.execute(driver, listener)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, ExecutorError) as error:
             _write(store, console)
-            console.print(f"stopped; go on with: {resume_command(inputs_of(store))}", style="yellow", soft_wrap=True)
+            if isinstance(error, KeyboardInterrupt):
+                again = resume_command(inputs_of(store))
+                console.print(f"stopped; go on with: {again}", style="yellow", soft_wrap=True)
             raise
     finally:
         executor.close()

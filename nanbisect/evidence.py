@@ -151,10 +151,10 @@ def _status(evidence: Evidence, effect: Effect) -> tuple[Status, str]:
         return Status.UNSUPPORTED, f"not judged, because a setting did not take effect: {effect.failed}"
     if event is not None:
         return Status.NONFINITE, _surfaced(evidence, event)
-    return Status.FINITE, "every loss, gradient, parameter, buffer and optimizer state was finite" + _unseen(evidence)
+    return Status.FINITE, "every loss, gradient, parameter, buffer and optimizer state was finite" + unseen(evidence)
 
 
-def _unseen(evidence: Evidence) -> str:
+def unseen(evidence: Evidence) -> str:
     """What finite does not cover: a long run looks at optimizer state now and then, and it may be gone at the end."""
     steps = [line["unseen_since"] for line in evidence.events("exit") if line.get("unseen_since") is not None]
     return f" (optimizer state up to step {min(steps)}, when it was looked at last)" if steps else ""

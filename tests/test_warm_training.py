@@ -116,7 +116,12 @@ for rows in loader:
 
 
 @pytest.mark.parametrize(
-    ("words", "batches"), [((), ("2", "4")), (("-m", "accelerate.commands.launch", "--cpu"), ("4",))]
+    ("words", "batches"),
+    [
+        (("train.py",), ("2", "4")),
+        (("-m", "train"), ("4",)),
+        (("-m", "accelerate.commands.launch", "--cpu", "train.py"), ("4",)),
+    ],
 )
 def test_a_command_gives_the_same_numbers(tmp_path: Path, words: tuple[str, ...], batches: tuple[str, ...]) -> None:
     """The same losses, norms, batches, sites and notes, also with a data-loader worker."""
@@ -124,7 +129,7 @@ def test_a_command_gives_the_same_numbers(tmp_path: Path, words: tuple[str, ...]
     matrix = Matrix(
         name="command",
         trainer="command",
-        command=(sys.executable, *words, "train.py", "{batch_size}", "{extra}"),
+        command=(sys.executable, *words, "{batch_size}", "{extra}"),
         steps=2,
         device="cpu",
         folder=str(tmp_path),
