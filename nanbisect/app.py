@@ -25,7 +25,7 @@ from nanbisect.cells import Cells
 from nanbisect.changes import narrowed, with_changes
 from nanbisect.choosing import SearchFlags, is_search, summary_of
 from nanbisect.environment.checkup import Checkup, examine, examine_matrix
-from nanbisect.errors import StoreError, UsageError
+from nanbisect.errors import ExecutorError, StoreError, UsageError
 from nanbisect.events import CellStarted, Event
 from nanbisect.evidence import STOPPED
 from nanbisect.executors.local import LocalExecutor
@@ -69,6 +69,7 @@ def run(
     matrix = load(path, overrides)
     plan, spend = flags.plan(matrix)
     occasion = replace(occasion, plan=plan, spend=spend, finish=flags.finish)
+    _may_keep(matrix, occasion)
     trainer, executor, console = TRAINERS[matrix.trainer], LocalExecutor(warm=not occasion.cold), show.console_for()
     try:
         store = _to_resume(matrix, out, reports) if resume else None
@@ -84,9 +85,11 @@ def run(
         try:
             with show.watching(console, matrix) as listener:
                 results = driving.execute(driver, listener)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, ExecutorError) as error:
             _write(store, console)
-            console.print(f"stopped; go on with: {resume_command(inputs_of(store))}", style="yellow", soft_wrap=True)
+            if isinstance(error, KeyboardInterrupt):
+                again = resume_command(inputs_of(store))
+                console.print(f"stopped; go on with: {again}", style="yellow", soft_wrap=True)
             raise
     finally:
         executor.close()
@@ -312,6 +315,17 @@ def _data(data: str | None) -> str | None:
 def occasion(arguments: tuple[str, ...], path: Path, **told: Any) -> Occasion:
     """What belongs to this execution and not to the experiment; `told` are fields of `Occasion`."""
     return Occasion(arguments=arguments, matrix_path=str(path), look=GpuMemory(os.environ), **told)
+
+
+def _may_keep(matrix: Matrix, occasion: Occasion) -> None:
+    """Raises UsageError where no process can keep a model."""
+    if occasion.keep and occasion.cold:
+        raise UsageError("--keep-model and --cold exclude each other\ntry: one of them")
+    if occasion.keep and matrix.trainer != "sft":
+        raise UsageError(
+            f"--keep-model is of the built-in trainer, and this matrix has trainer {matrix.trainer}\n"
+            "try: without it; cells of a command start warm by themselves"
+        )
 
 
 def exit_code(results: Sequence[CellResult], *, known: bool = True) -> int:

@@ -26,6 +26,7 @@ from nanbisect.combinations import (
     unexplained,
     union,
 )
+from nanbisect.confirm import open_cells
 from nanbisect.matrix import Factor
 from nanbisect.neutrality import Caution, Divergence, cell_cautions, cells_of, compare, listed
 from nanbisect.outcome import CellResult, Outcome, Status
@@ -112,6 +113,7 @@ class Attribution:
 
     `compared` pairs of finite cells had to agree at step 1; `largest` is the largest relative difference
     seen among them, of "loss", "grad_norm" and "parameter". `strangers` are finite cells that refute nothing.
+    `unconfirmed` are cells judged in shared processes only, for which a cause waits.
     """
 
     finding: Finding
@@ -122,6 +124,7 @@ class Attribution:
     cautions: tuple[Caution, ...]
     largest: Mapping[str, float] = field(default_factory=dict)
     strangers: tuple[int, ...] = ()
+    unconfirmed: tuple[int, ...] = ()
 
 
 def attribute(
@@ -141,6 +144,7 @@ def attribute(
     sure, loose = _found(grid, searched.isolated) if searched else choose(grid, find_primes(grid))
     causes, unlisted = _causes(grid, sure, loose)
     ordered = tuple(sorted(results, key=lambda result: result.cell.number))
+    causes, waits = _confirmed(causes, sorted(refuting, key=lambda result: result.cell.number))
     comparison = compare(factors, ordered, neutral_settings)
     return Attribution(
         finding=_finding(grid, causes, strangers),
@@ -150,10 +154,12 @@ def attribute(
         compared=comparison.pairs,
         largest=comparison.largest,
         strangers=tuple(result.cell.number for result in strangers),
+        unconfirmed=tuple(sorted({result.cell.number for _, cells in waits for result in cells})),
         cautions=(
             *cell_cautions(factors, ordered, neutral_settings),
             *_different_records(strangers, _on_records(ordered)),
             *_never_seen(causes),
+            *_kept_model(waits),
             *_more_combinations(unlisted),
         ),
     )
@@ -255,6 +261,27 @@ def _finding(grid: Grid, causes: Sequence[Cause], strangers: Sequence[CellResult
 
 
 # Causes
+
+
+Waits = list[tuple[Cause, tuple[CellResult, ...]]]
+"""Causes, each with the cells that must show the same in a process of their own."""
+
+
+def _confirmed(causes: Sequence[Cause], results: Sequence[CellResult]) -> tuple[tuple[Cause, ...], Waits]:
+    """The causes, none of them proved that cells in shared processes alone speak for; and what those wait for."""
+    known = [cause for cause in causes if cause.standing is not Standing.NOT_TOLD_APART]
+    waits = [(cause, cells) for cause in known if (cells := open_cells(cause.levels, results))]
+    weak = [cause for cause, _ in waits]
+    return tuple(replace(c, standing=Standing.SUPPORTED) if c in weak else c for c in causes), waits
+
+
+def _kept_model(waits: Waits) -> Iterator[Caution]:
+    for cause, cells in waits:
+        text = (
+            f"{_words(cause.levels)} was found in a process that trained one cell after another (--keep-model); "
+            f"{cells_of(cells)} must show the same in a process of its own before it is proved."
+        )
+        yield Caution("kept_model", text, "Go on with --resume, which makes these cells by themselves.")
 
 
 LISTED = 12

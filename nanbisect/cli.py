@@ -89,6 +89,9 @@ Budget = Annotated[
     typer.Option("--budget", metavar="CELLS|TIME", help="The most attempts (60), or no new ones after a time (2h)."),
 ]
 FinishGrid = Annotated[bool, typer.Option("--finish-grid", help="After the search, run the rest of the grid.")]
+Keep = Annotated[
+    bool, typer.Option("--keep-model", help="Train cells one after another in a process that keeps its loaded model.")
+]
 Out = Annotated[
     Path | None, typer.Option("--out", help="The run folder itself, instead of reports/<matrix>-<date>-<time>.")
 ]
@@ -122,6 +125,7 @@ def run(  # noqa: PLR0913 - a command's options are its parameters
     strength: Strength = None,
     budget: Budget = None,
     finish_grid: FinishGrid = False,
+    keep_model: Keep = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with --out, or with the latest run of this matrix.")
     ] = False,
@@ -140,7 +144,9 @@ def run(  # noqa: PLR0913 - a command's options are its parameters
     overrides = _overrides(
         model_path, train_jsonl, set_, factor, steps=steps, repeat=repeat, seed=seed, timeout=timeout, device=device
     )
-    occasion = application.occasion(_argv(), matrix, gpus=gpus, jobs=jobs, cold=cold, check=not no_check)
+    occasion = application.occasion(
+        _argv(), matrix, gpus=gpus, jobs=jobs, cold=cold, check=not no_check, keep=keep_model
+    )
     flags = SearchFlags(strategy and strategy.value, strength, budget, finish_grid)
     _finish(lambda: application.run(matrix, overrides, occasion, flags, out=out, resume=resume, reports=REPORTS))
 

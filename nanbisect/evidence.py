@@ -42,7 +42,7 @@ class Effect:
 class Ending:
     """How the process ended, in the executor's words: `why` is exited unless somebody ended it.
 
-    `stragglers`: processes of its own that were still there.
+    `stragglers`: processes of its own that were still there; `started`: cold, warm or kept.
     """
 
     why: str
@@ -51,6 +51,7 @@ class Ending:
     seconds: float
     oom_kill: bool
     stragglers: int = 0
+    started: str = ""
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ def judge(evidence: Evidence, *, attempt: int, seed: int, effect_of: Callable[[M
         micro_batches=len(evidence.lines("micro_batch")),
         memory_bytes=_memory(evidence),
         log_tail=() if status.judged else evidence.log_tail,
+        started=evidence.ending.started,
     )
     how = evidence.end.get("how")
     blocked = evidence.end.get("levels", {}) if status is Status.UNSUPPORTED and how == "unsupported" else {}
@@ -136,6 +138,8 @@ def judge(evidence: Evidence, *, attempt: int, seed: int, effect_of: Callable[[M
 
 
 def _status(evidence: Evidence, effect: Effect) -> tuple[Status, str]:
+    if evidence.ending.why == PUT_ASIDE:  # whatever it saw, it was not the training of this cell
+        return Status.KILLED, STOPPED[PUT_ASIDE]
     event = _first_event(evidence)
     if event is None and (refused := _refused(evidence)) is not None:
         return refused
@@ -147,10 +151,10 @@ def _status(evidence: Evidence, effect: Effect) -> tuple[Status, str]:
         return Status.UNSUPPORTED, f"not judged, because a setting did not take effect: {effect.failed}"
     if event is not None:
         return Status.NONFINITE, _surfaced(evidence, event)
-    return Status.FINITE, "every loss, gradient, parameter, buffer and optimizer state was finite" + _unseen(evidence)
+    return Status.FINITE, "every loss, gradient, parameter, buffer and optimizer state was finite" + unseen(evidence)
 
 
-def _unseen(evidence: Evidence) -> str:
+def unseen(evidence: Evidence) -> str:
     """What finite does not cover: a long run looks at optimizer state now and then, and it may be gone at the end."""
     steps = [line["unseen_since"] for line in evidence.events("exit") if line.get("unseen_since") is not None]
     return f" (optimizer state up to step {min(steps)}, when it was looked at last)" if steps else ""
@@ -216,7 +220,9 @@ def _aborted(evidence: Evidence) -> bool:
     )
 
 
+PUT_ASIDE = "put_aside"
 STOPPED = {
+    PUT_ASIDE: "its process no longer had the model as it was loaded, so nothing of it counts",
     "cancelled": "stopped by nanbisect before it ended",
     "driver_died": "nanbisect itself died while it ran",
     "lost": "its processes were killed from outside",

@@ -57,7 +57,8 @@ class Occasion:
 
     `look` tells what is free on GPUs, `patience` is how long one that somebody else holds is waited for, in
     seconds of `clock`. `cold`: every attempt starts a Python of its own; `check`: a user's command starts
-    warm only after one cell has shown that it may. `plan` says how the cells are chosen, `spend` for how many
+    warm only after one cell has shown that it may. `keep`: cells share a process that keeps its loaded model.
+    `plan` says how the cells are chosen, `spend` for how many
     seconds of `clock` cells may be started (None: no limit), `finish` that the rest of the grid runs after the search.
     """
 
@@ -72,6 +73,7 @@ class Occasion:
     patience: float = PATIENCE
     cold: bool = False
     check: bool = True
+    keep: bool = False
     plan: Plan = GRID
     spend: float | None = None
     finish: bool = False

@@ -358,7 +358,7 @@ def _not_run(results: Sequence[CellResult]) -> Iterator[Caution]:
 
 def _attempts(results: Sequence[CellResult]) -> Iterator[Caution]:
     """One attempt can be luck; two that disagree were."""
-    judged = [(result, sum(attempt.judged for attempt in result.attempts)) for result in results]
+    judged = [(result, sum(attempt.judged for attempt in result.counting)) for result in results]
     single = [result for result, attempts in judged if attempts == 1]
     if single:
         total = sum(attempts > 0 for _, attempts in judged)

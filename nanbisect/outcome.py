@@ -16,6 +16,8 @@ from typing import Any
 from nanbisect.matrix import Cell
 
 SCHEMA = 1
+KEPT = "kept"
+"""How an attempt started that shared its process, and the model loaded there, with others."""
 CONTENT = "content "
 """Begins what stands for the id of a record that has none: a mark of what is in it, of use to compare only."""
 WRAPPERS = re.compile(r"^module\.|(?<![^.])(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)\.")
@@ -133,7 +135,8 @@ class Outcome:
     `loss` and `grad_norm` hold one number a step (as the optimizer saw them, before clipping);
     `channels` the first step's loss and count a channel; `first_gradients` the L2 norm of every
     parameter's gradient at step 1. `records` are the ids that training met, and `all_records` says whether
-    that is all of them. `blocked` names levels that this machine can't run at all.
+    that is all of them. `blocked` names levels that this machine can't run at all. `started`: cold, warm or
+    kept, as the executor says; empty where nobody told.
     """
 
     status: Status
@@ -161,6 +164,7 @@ class Outcome:
     micro_batches: int = 0
     memory_bytes: int | None = None
     log_tail: tuple[str, ...] = ()
+    started: str = ""
 
     @property
     def named_suspects(self) -> tuple[str, ...]:
@@ -210,13 +214,19 @@ class CellResult:
     attempts: tuple[Outcome, ...] = ()
 
     @property
+    def counting(self) -> tuple[Outcome, ...]:
+        """The attempts, less those in a shared process whose seed was judged in one of its own, too."""
+        own = {attempt.seed for attempt in self.attempts if attempt.judged and attempt.started != KEPT}
+        return tuple(attempt for attempt in self.attempts if attempt.started != KEPT or attempt.seed not in own)
+
+    @property
     def outcome(self) -> Outcome | None:
         """The attempt that speaks for the cell: the first non-finite, else the first finite, else the last."""
         for status in (Status.NONFINITE, Status.FINITE):
-            for attempt in self.attempts:
+            for attempt in self.counting:
                 if attempt.status is status:
                     return attempt
-        return self.attempts[-1] if self.attempts else None
+        return self.counting[-1] if self.counting else None
 
     @property
     def status(self) -> Status | None:
@@ -226,7 +236,7 @@ class CellResult:
     @property
     def disagree(self) -> bool:
         """Whether judged attempts ended both ways."""
-        return len({attempt.status for attempt in self.attempts if attempt.judged}) > 1
+        return len({attempt.status for attempt in self.counting if attempt.judged}) > 1
 
 
 def _site(data: Mapping[str, Any] | None) -> Site | None:

@@ -12,8 +12,10 @@ from types import FrameType
 from typing import NoReturn
 
 from nanbisect import schedule
+from nanbisect.attribution import Searched, attribute
 from nanbisect.cells import Cells
-from nanbisect.choosing import Search, costs, imported_of, search_json, trials_of
+from nanbisect.choosing import Search, costs, imported_of, is_search, search_json, summary_of, trials_of
+from nanbisect.confirm import to_make_again
 from nanbisect.errors import UsageError
 from nanbisect.events import CellEnded, CellStarted, Event, LevelBlocked, RunEnded, RunStarted, SlotNoted, StartNoted
 from nanbisect.evidence import PORT_TAKEN, judge
@@ -31,7 +33,7 @@ from nanbisect.machine import (
     wait,
 )
 from nanbisect.matrix import Cell, Matrix, run_order
-from nanbisect.outcome import CellResult, Note, Outcome, Status
+from nanbisect.outcome import KEPT, CellResult, Note, Outcome, Status
 from nanbisect.pool import Pool
 from nanbisect.search.space import Space
 from nanbisect.search.values import Choice, Kind, Strategy, Trial
@@ -102,6 +104,8 @@ class Driver:
         self.pool.tell = self._slot_noted
         self.seeds = [self.seed(index) for index in range(1, matrix.repeat + 1)]
         self.once_more: set[str] = set()
+        self.alone: set[str] = set()  # cells to be judged in a process of their own, after a shared one
+        self.group = ""  # of the cell that was started last
         self.other_port: set[str] = set()  # cells that were given a second port
         self.controls: frozenset[str] = frozenset()
         self.expected: schedule.Forecast | None = None
@@ -198,10 +202,32 @@ class Driver:
             waiting = self._start_some(results) if self.pool.has_room else True
             if not self.running:
                 if not waiting:
+                    if self._confirm(results):
+                        continue
                     return
                 self.pool.require()
             if not self._keep_ended(results):
                 self.occasion.sleep(POLL)
+
+    def _confirm(self, results: Mapping[str, CellResult]) -> bool:
+        """Whether cells that were judged in a shared process are to be made again, each by itself."""
+        known = tuple(results.values())
+        if not any(attempt.started == KEPT for result in known for attempt in result.attempts):
+            return False
+        found = attribute(self.matrix.factors, known, searched=self._searched(known))
+        new = to_make_again(found.unconfirmed, known) - self.alone
+        self.alone |= new
+        if new:
+            what = "1 cell is" if len(new) == 1 else f"{len(new)} cells are"
+            self.echo(StartNoted(f"{what} made again, in a process of its own, before a cause counts as proved"))
+        return bool(new)
+
+    def _searched(self, results: tuple[CellResult, ...]) -> Searched | None:
+        """What a search knows so far, for the attribution; None where the whole grid is run."""
+        kept = self.store.search()
+        if not is_search(kept):
+            return None
+        return summary_of(self.matrix, self.blocked, results, self.store.order(), kept).searched(self.cells.count)
 
     def _keep_ended(self, results: dict[str, CellResult]) -> bool:
         """Takes in what has ended; whether anything had, so that its slot need not wait."""
@@ -295,7 +321,7 @@ class Driver:
             running = {entry.attempt.cell.id for entry in self.running}
         again = {*self.once_more, *self.pool.to_repeat(last=last)}
         return schedule.pending(
-            tuple(results.values()),
+            [self._by_itself(result) for result in results.values()],
             seeds=self.seeds,
             running=running,
             given_up=self.pool.killed(RETRIES) - again,
@@ -303,13 +329,27 @@ class Driver:
             wanted=None if self.search is None or self.search.plan.strategy is Strategy.GRID else self.wanted,
         )
 
+    def _by_itself(self, result: CellResult) -> CellResult:
+        """Without what was made in a shared process, where the cell is to be made again."""
+        if result.cell.id not in self.alone:
+            return result
+        return replace(result, attempts=tuple(one for one in result.attempts if one.started != KEPT))
+
     def _in_turn(self, attempts: Sequence[schedule.Attempt], *, last: bool) -> list[schedule.Attempt]:
         """On one slot as `plan` shows; on several what tells of a doubted GPU, the controls, then the longest."""
-        if self.pool.at_once == 1 or self.expected is None or self.wanted:
+        if self.wanted:  # a search has its own order
+            return list(attempts)
+        if self.occasion.keep:  # another group takes another process
+            attempts = sorted(attempts, key=lambda attempt: self._in_another_group(attempt.cell))
+        if self.pool.at_once == 1 or self.expected is None:
             return list(attempts)
         again = self.pool.to_repeat(last=last)
         ordered = schedule.in_turn(attempts, self.expected, repeat=len(self.seeds), controls=self.controls)
         return sorted(ordered, key=lambda attempt: attempt.cell.id not in again)
+
+    def _in_another_group(self, cell: Cell) -> bool:
+        """Whether its turn comes when the process of now has no cell left; the controls come as they are."""
+        return cell.id not in self.controls and self.group not in ("", self.trainer.keep(self.matrix, cell))
 
     def _first_is_usable(self) -> bool:
         """Whether the cell under way has got as far as calling its model with a batch."""
@@ -346,7 +386,7 @@ class Driver:
             number, folder = self._new_attempt(attempt, seed)
             launch = self.trainer.launch(self.matrix, attempt.cell, seed=seed, folder=folder)
             task = self._task(launch, folder, slots)
-            handle = self.executor.start(replace(task, warm=self.warm.start(launch.warm)))
+            handle = self.executor.start(replace(task, warm=self._warm(attempt.cell, launch)))
         except BaseException:
             self.pool.release(slots)
             raise
@@ -365,6 +405,14 @@ class Driver:
 
     def _why(self, attempt: schedule.Attempt) -> str:
         return self.wanted.get(attempt.cell.id, {}).get(attempt.index, "")
+
+    def _warm(self, cell: Cell, launch: Launch) -> WarmStart | None:
+        """How an attempt may start; a cell that a shared process has failed, or must not decide alone, starts cold."""
+        warm = None if cell.id in self.alone else self.warm.start(launch.warm)
+        if warm is None or not self.occasion.keep or self.variant:
+            return warm
+        self.group = self.trainer.keep(self.matrix, cell)
+        return replace(warm, keep=self.group)
 
     def _task(self, launch: Launch, folder: Path, slots: tuple[str, ...]) -> Task:
         offline = {"HF_HUB_OFFLINE": "1"} if launch.from_hub and self.usable else {}
@@ -422,6 +470,8 @@ class Driver:
         """What an attempt says beyond its own end: of the inputs, of its GPU, and that a port was taken."""
         self.usable = self.usable or outcome.judged
         self.once_more.discard(cell.id)
+        if outcome.started == KEPT and outcome.status in (*MAY_END_OTHERWISE, Status.KILLED):
+            self.alone.add(cell.id)
         if PORT_TAKEN in (note.code for note in outcome.doubts) and cell.id not in self.other_port:
             self.other_port.add(cell.id)
             self.once_more.add(cell.id)

@@ -31,7 +31,7 @@ from typing import Any
 from nanbisect.cells import Cells
 from nanbisect.errors import StoreError
 from nanbisect.evidence import Ending, Evidence, Line, log_tail, says_port_taken
-from nanbisect.executors.base import Exit, read_exit
+from nanbisect.executors.base import Exit, read_exit, started_as
 from nanbisect.matrix import Cell
 from nanbisect.outcome import Note, Outcome, jsonable
 from nanbisect.ranks import of_process
@@ -244,8 +244,8 @@ def _ours(entry: Path) -> bool:
 
 def read_evidence(folder: Path, ended: Exit | None = None) -> Evidence:
     """Everything an attempt left behind. Torn last lines are dropped; a missing `exit.json` means killed."""
-    ended = ended or read_exit(folder) or Exit(why="lost")
-    ending = Ending(ended.why, ended.code, ended.signal, ended.seconds, ended.oom_kill, ended.stragglers)
+    ended = ended or read_exit(folder) or Exit(why="lost", started=started_as(folder))
+    ending = Ending(ended.why, ended.code, ended.signal, ended.seconds, ended.oom_kill, ended.stragglers, ended.started)
     files = [read_lines(path) for path in sorted(folder.glob("events.*.jsonl"))]
     log = _tail(folder / LOG)
     return Evidence(

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from nanbisect.errors import UsageError
-from nanbisect.evidence import Effect, Ending, Evidence, judge
+from nanbisect.evidence import Effect, Ending, Evidence, judge, unseen
 from nanbisect.matrix import Cell
 from nanbisect.outcome import CellResult, Outcome, Site, Smear, Status
 from nanbisect.report.places import of_what, places
@@ -39,7 +39,8 @@ class Watched:
     `steps` and `backwards` are those of the rank with the most; `harmless`: the loss was non-finite and every gradient
     of that step finite; `spoiled` is the first step after which weights or optimizer state were, or may have been,
     non-finite; `armed`: some process of it had torch and the probe;
-    `left`: ids of processes that it left behind; `so_far`: all was finite until it ended, in whatever way.
+    `left`: ids of processes that it left behind; `so_far`: all was finite until it ended, in whatever way; `unseen`:
+    what that does not cover.
     """
 
     code: int
@@ -51,6 +52,7 @@ class Watched:
     armed: bool = True
     left: tuple[int, ...] = ()
     so_far: bool = False
+    unseen: str = ""
 
 
 def watch(command: Sequence[str], *, steps: int | None, stop: bool, environ: Mapping[str, str]) -> Watched:
@@ -135,6 +137,7 @@ def watched(folder: Path, code: int, seconds: float = 0.0, left: tuple[int, ...]
         armed=evidence.armed,
         left=left,
         so_far=_judged(replace(evidence, ending=replace(ending, code=0, signal=None))).status is Status.FINITE,
+        unseen=unseen(evidence),
     )
 
 
@@ -185,6 +188,7 @@ def diagnosis(watched: Watched, command: Sequence[str]) -> tuple[str, ...]:
 def _head(watched: Watched) -> str:
     outcome = watched.outcome
     looked = f"finite so far, in {counted(watched.steps, 'step')} ({counted(watched.backwards, 'backward pass')})"
+    looked += watched.unseen
     if outcome.status is Status.NONFINITE:
         (place,) = places((CellResult(Cell(1, {}), (outcome,)),))
         return f"non-finite: {place.kind} {place.text}"

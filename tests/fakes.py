@@ -122,6 +122,10 @@ class FakeTrainer:
         """Everything took effect."""
         return Effect()
 
+    def keep(self, matrix: Matrix, cell: Cell) -> str:
+        """Any cells may share a process."""
+        return "any"
+
     def inputs(self, matrix: Matrix) -> Mapping[str, Path]:
         """Nothing."""
         return {}

@@ -40,6 +40,7 @@ FLOORS = (
             "evidence",
             "neutrality",
             "combinations",
+            "confirm",
             "attribution",
             "search",
             "schedule",

@@ -23,7 +23,7 @@ from nanbisect.executors.base import Exit, Task
 from nanbisect.executors.local import LocalExecutor
 from nanbisect.executors.scripted import Clock, Scripted, ScriptedExecutor
 from nanbisect.matrix import Cell, Matrix, expand
-from nanbisect.matrix_file import read_matrix
+from nanbisect.matrix_file import NO_OVERRIDES, read_matrix
 from nanbisect.outcome import CellResult, Status
 from nanbisect.run import Driver, Machine, Occasion, execute, run_json
 from nanbisect.slots import Gpu, Holder, Wish, share_out
@@ -300,6 +300,20 @@ def test_when_all_are_taken_the_run_says_by_whom_and_ends(tmp_path: Path) -> Non
     assert 1 <= sum(result.status is Status.FINITE for result in run.driver.results()) <= 2
     again = run_of(tmp_path / "r", lambda task: scripted(task, 5.0), machine=two, look=Cards())
     assert all(result.status is Status.FINITE for result in again.go())
+
+
+def test_a_run_that_ends_since_all_are_taken_still_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has ended is in the report, and why no more came."""
+    (tmp_path / "train.py").write_text("")
+    text = "trainer: command\ncommand: [python, train.py]\nflags: {x: ['{value}']}\nfactors: {x: [1, 2]}\n"
+    (tmp_path / "m.yaml").write_text(text)
+    monkeypatch.setattr("nanbisect.run.check_machine", lambda *_: replace(FOUR, slots=("0",)))
+    occasion = Occasion(look=Cards(gpu0=5.0), patience=0.0)
+    with pytest.raises(ExecutorError, match="0 of 1 GPUs are left"):
+        application.run(tmp_path / "m.yaml", NO_OVERRIDES, occasion, out=tmp_path / "r", resume=False, reports=tmp_path)
+    report = (tmp_path / "r" / "report.md").read_text()
+    assert "GPU 0 was put aside" in report and "not run" in report
+    assert (tmp_path / "r" / "result.json").is_file()
 
 
 def test_a_cell_that_takes_all_does_not_make_do_with_less(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,16 @@ pytestmark = [
     pytest.mark.training,
     pytest.mark.skipif(sys.platform != "linux", reason="attempts start warm on Linux only"),
 ]
-TIMES = ("seconds", "load_seconds", "train_seconds", "memory_bytes", "log_tail")
+TIMES = ("seconds", "load_seconds", "train_seconds", "memory_bytes", "log_tail", "started")
 
 
-def outcomes(matrix: Matrix, folder: Path, *, warm: bool, after_first: Any = None) -> list[dict[str, Any]]:
-    """What every cell ended with, in order, less times; `after_first()` is called when the first has ended."""
+def outcomes(
+    matrix: Matrix, folder: Path, *, warm: bool, keep: bool = False, after_first: Any = None
+) -> list[dict[str, Any]]:
+    """What every cell ended with, in order, less times; `after_first()` is called when the first has ended.
+
+    `keep`: cells share a process that keeps its model.
+    """
     trainer, found = TRAINERS[matrix.trainer], list[Outcome]()
     executor = LocalExecutor(warm=warm)
     try:
@@ -37,11 +44,13 @@ def outcomes(matrix: Matrix, folder: Path, *, warm: bool, after_first: Any = Non
             attempt.mkdir(parents=True)
             launch = trainer.launch(matrix, cell, seed=0, folder=attempt)
             env = child_environment(os.environ, set=launch.env)
-            task = Task(launch.argv, env, Path(launch.workdir), attempt, 120, (), launch.warm)
+            start = replace(launch.warm, keep=trainer.keep(matrix, cell)) if keep and launch.warm else launch.warm
+            task = Task(launch.argv, env, Path(launch.workdir), attempt, 120, ("cpu0",), start)
             handle = executor.start(task)
             ended = until(lambda handle=handle: executor.poll(handle), 120)  # type: ignore[misc]
             evidence = read_evidence(attempt, ended)
             found.append(judge(evidence, attempt=1, seed=0, effect_of=partial(trainer.effect, matrix, cell)))
+            assert found[-1].started == ("kept" if keep else "warm" if warm else "cold")
             if after_first is not None and len(found) == 1:
                 after_first()
         assert not executor.remarks()
@@ -68,9 +77,19 @@ def test_a_held_model_gives_the_same_numbers_and_is_read_once(tmp_path: Path) ->
     )
     cold = outcomes(matrix, tmp_path / "cold", warm=False)
     (weights,) = model.glob("*.safetensors")
+    content = weights.read_bytes()
     warm = outcomes(matrix, tmp_path / "warm", warm=True, after_first=weights.unlink)
     assert all(one["status"] == "finite" and len(one["loss"]) == 2 for one in cold)
     assert warm == cold
+    weights.write_bytes(content)
+    kept = outcomes(matrix, tmp_path / "kept", warm=True, keep=True, after_first=weights.unlink)
+    assert kept == cold
+    assert len(pids(tmp_path / "kept")) == 1
+
+
+def pids(folder: Path) -> set[int]:
+    """The processes that trained."""
+    return {json.loads(path.read_text())["main"]["pid"] for path in folder.rglob("pids.json")}
 
 
 SCRIPT = """
@@ -97,7 +116,12 @@ for rows in loader:
 
 
 @pytest.mark.parametrize(
-    ("words", "batches"), [((), ("2", "4")), (("-m", "accelerate.commands.launch", "--cpu"), ("4",))]
+    ("words", "batches"),
+    [
+        (("train.py",), ("2", "4")),
+        (("-m", "train"), ("4",)),
+        (("-m", "accelerate.commands.launch", "--cpu", "train.py"), ("4",)),
+    ],
 )
 def test_a_command_gives_the_same_numbers(tmp_path: Path, words: tuple[str, ...], batches: tuple[str, ...]) -> None:
     """The same losses, norms, batches, sites and notes, also with a data-loader worker."""
@@ -105,7 +129,7 @@ def test_a_command_gives_the_same_numbers(tmp_path: Path, words: tuple[str, ...]
     matrix = Matrix(
         name="command",
         trainer="command",
-        command=(sys.executable, *words, "train.py", "{batch_size}", "{extra}"),
+        command=(sys.executable, *words, "{batch_size}", "{extra}"),
         steps=2,
         device="cpu",
         folder=str(tmp_path),

@@ -205,3 +205,8 @@ def test_the_diagnosis_of_a_finite_run(tmp_path: Path) -> None:
     assert lines == ["nanbisect: finite so far, in 2 steps (2 backward passes); then the training exited with code 1"]
     lines = told(tmp_path / "c", [step(1, 1.0), {"kind": "partial", "time": 12.0, "reason": "sharded"}], code=1)
     assert lines == ["nanbisect: the training exited with code 1"]  # what it did not see is not called finite
+    lines = told(tmp_path / "d", [step(1, 1.0), {**fakes.EXIT, "unseen_since": 1}])
+    assert lines == [
+        "nanbisect: finite so far, in 2 steps (2 backward passes) (optimizer state up to step 1, when it was looked at "
+        "last)"
+    ]

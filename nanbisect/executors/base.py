@@ -23,8 +23,11 @@ SPEC_FILE = "spec.json"
 MARKER = "NANBISECT_ATTEMPT"
 """The variable that every process of an attempt carries; its value is the attempt's resolved folder."""
 
-Why = Literal["exited", "timed_out", "cancelled", "driver_died", "lost"]
-"""Why an attempt ended. Only `exited` means that its main process ended by itself."""
+Why = Literal["exited", "timed_out", "cancelled", "driver_died", "lost", "put_aside"]
+"""Why an attempt ended. Only `exited` means that its main process, or its share of a kept one, ended by itself.
+
+`put_aside`: its kept process found that it no longer had what was loaded, so the attempt is none.
+"""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class WarmStart:
     arguments, a module and its arguments, or the arguments of `accelerate launch`. `modules` are imported
     beforehand, and what the files in `scripts` import at their top as far as it is a known library.
     `prepare`: (module, argument), whose `prepare(argument)` is called before the fork, once a server. `ours`:
-    all that is imported is known to bear it, so that nobody need compare.
+    all that is imported is known to bear it, so that nobody need compare. `keep`: attempts with the same text
+    may follow one another in one process of a slot, which keeps its model; empty for a process of its own.
     """
 
     python: str
@@ -45,6 +49,7 @@ class WarmStart:
     scripts: tuple[str, ...] = ()
     prepare: tuple[str, str] | None = None
     ours: bool = False
+    keep: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,8 @@ class Exit:
     nobody saw the end. A code means little unless `why` is `exited`: a training that was told to stop may
     still exit with 0. `seconds` is the time of the main process. `oom_kill`: the kernel's OOM killer
     struck and the main process was killed. `stragglers` counts the descendants that had to be ended after
-    the main process had ended.
+    the main process had ended. `started` is cold, warm, or kept (in a process that trained others before, or
+    may have); empty where nobody told.
     """
 
     why: Why
@@ -82,6 +88,7 @@ class Exit:
     seconds: float = 0.0
     oom_kill: bool = False
     stragglers: int = 0
+    started: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -108,6 +115,14 @@ def read_exit(folder: Path) -> Exit | None:
         return Exit.from_json(data) if isinstance(data, dict) else None
     except (OSError, ValueError):
         return None
+
+
+def started_as(folder: Path) -> str:
+    """How an attempt was started, as its shim noted it then; empty for one that never was."""
+    try:
+        return str(json.loads((folder / PIDS_FILE).read_text(encoding="utf-8"))["started"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 @dataclass(frozen=True, eq=False)

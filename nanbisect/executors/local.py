@@ -35,7 +35,9 @@ from nanbisect.executors.base import (
     Handle,
     Task,
     read_exit,
+    started_as,
 )
+from nanbisect.executors.warm.keepers import Keeper, Keepers, KeptShim, keep_key
 from nanbisect.executors.warm.servers import Servers, WarmShim
 
 SHIM = Path(__file__).with_name("shim.py")
@@ -104,6 +106,7 @@ class LocalExecutor:
         self.log_limit = log_limit
         self.warm = warm
         self._servers = Servers()
+        self._keepers = Keepers()
         self._attempts: dict[Handle, _Attempt] = {}
 
     def start(self, task: Task) -> Handle:
@@ -112,7 +115,8 @@ class LocalExecutor:
         try:
             (folder / EXIT_FILE).unlink(missing_ok=True)
             (folder / SPEC_FILE).write_text(json.dumps(self._spec(task, folder)), encoding="utf-8")
-            attempt = (self._warm(task, folder) if self.warm else None) or self._cold(task, folder)
+            attempt = self._kept(task, folder) or (self._warm(task, folder) if self.warm else None)
+            attempt = attempt or self._cold(task, folder)
         except OSError as error:
             raise ExecutorError(
                 f"can't start a process for {folder}: {error}. "
@@ -139,7 +143,8 @@ class LocalExecutor:
                 return None
             if exit is None or sys.platform != "linux":  # without a subreaper only the marker finds them all
                 sweep(attempt.folder)
-            attempt.exit = exit or Exit("lost", seconds=round(time.monotonic() - attempt.began, 3))
+            seconds, how = round(time.monotonic() - attempt.began, 3), started_as(attempt.folder)
+            attempt.exit = exit or Exit("lost", seconds=seconds, started=how)
         return attempt.exit
 
     def stop(self, handle: Handle) -> None:
@@ -173,6 +178,7 @@ class LocalExecutor:
             self._attempts[handle].shim.kill()
             while self.poll(handle) is None:
                 time.sleep(0.02)
+        self._keepers.close()
         self._servers.close()
 
     def _running(self) -> list[Handle]:
@@ -214,11 +220,12 @@ class LocalExecutor:
 
     def _warm(self, task: Task, folder: Path) -> _Attempt | None:
         """A shim that a server forks, with the training process; None where the attempt must start cold."""
-        server = self._servers.server(task)
+        server, key = self._servers.server(task), keep_key(task)
         if server is None:
             return None
-        (read, life), (done, end) = os.pipe(), os.pipe()
-        os.set_blocking(done, False)
+        keeper = Keeper(key, server) if key is not None else None
+        read, life = (keeper.theirs.detach(), keeper.life()) if keeper else os.pipe()
+        done, end = _done_pipe()
         try:
             with (folder / LOG_FILE).open("ab") as log, _written(task, folder) as environment:
                 echo = [sys.stdout.fileno()] if self.echo else []
@@ -230,7 +237,34 @@ class LocalExecutor:
             os.close(life)
             os.close(done)
             return None
+        if keeper is not None:
+            keeper.folder = folder
+            self._keepers.of_slot[task.slot] = keeper
         return _Attempt(task, folder, WarmShim(server, folder, done), life, time.monotonic())
+
+    def _kept(self, task: Task, folder: Path) -> _Attempt | None:
+        """A further attempt in the process that stays on its slot; None where there is none that can take it."""
+        keeper = self._keepers.find(task)
+        if keeper is None:
+            return None
+        (folder / PIDS_FILE).unlink(missing_ok=True)
+        done, end = _done_pipe()
+        try:
+            with (folder / LOG_FILE).open("ab") as log, _written(task, folder) as environment:
+                sent = keeper.ask(task, folder / SPEC_FILE, [end, log.fileno(), environment.fileno()])
+        finally:
+            os.close(end)
+        if not sent:
+            os.close(done)
+            return None
+        return _Attempt(task, folder, KeptShim(folder, done), keeper.life(), time.monotonic())
+
+
+def _done_pipe() -> tuple[int, int]:
+    """(what the driver looks at, what the shim closes at the end)."""
+    done, end = os.pipe()
+    os.set_blocking(done, False)
+    return done, end
 
 
 def _written(task: Task, folder: Path) -> IO[str]:

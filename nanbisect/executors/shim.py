@@ -68,6 +68,8 @@ class Shim:
         self.output: int | None = None
         self.main: int | None = None
         self.status: int | None = None
+        self.how = "cold" if started is None else "warm"
+        self.also: dict[int, Callable[[], None]] = {}  # what else to listen to, and who takes what comes
         self.asked: str | None = None
         self.began = time.monotonic()
         self.ended: float | None = None
@@ -129,18 +131,26 @@ class Shim:
     def _note(self, main: int) -> None:
         self.main = main
         pids = {"shim": _identity(os.getpid()), "main": _identity(main)}
-        write_json(Path(self.spec["pids"]), {"schema": SCHEMA, **pids})
+        write_json(Path(self.spec["pids"]), {"schema": SCHEMA, "started": self.how, **pids})
 
     def _wait(self) -> None:
         """Until the main process ended or someone asked for its end."""
         timeout = self.spec["timeout"]
         deadline = math.inf if timeout is None else self.began + timeout
-        while self.main is not None and self.status is None and self.asked is None:
+        while self.main is not None and self.status is None and self.asked is None and not self.over():
             left = deadline - time.monotonic()
             if left <= 0:
                 self._ask("timed_out")
             self._turn(min(left, 60))
             self._reap()
+
+    def over(self) -> bool:
+        """Whether the attempt has ended although its main process lives."""
+        return False
+
+    def code(self) -> int | None:
+        """How the attempt ended: an exit status, or -N for signal N."""
+        return self.status
 
     def _reap(self) -> bool:
         """Collects the dead and says whether any child is left; with a subreaper: any descendant."""
@@ -207,7 +217,7 @@ class Shim:
     def _turn(self, seconds: float) -> None:
         """Waits for output, a signal or the driver's death, at most so long, and takes what came."""
         output = None if self.echo.full else self.output
-        reads = [fd for fd in (self.wakeup, self.life, output) if fd is not None]
+        reads = [fd for fd in (self.wakeup, self.life, output, *self.also) if fd is not None]
         ready, writable, _ = select.select(reads, self.echo.waiting, [], max(seconds, 0.0))
         if self.wakeup in ready:
             os.read(self.wakeup, CHUNK)
@@ -217,6 +227,8 @@ class Shim:
             self.life = None
         if output in ready:
             self._read()
+        for fd in [fd for fd in self.also if fd in ready]:
+            self.also[fd]()
         if writable:
             self.echo.push()
 
@@ -253,10 +265,11 @@ class Shim:
             self._turn(TICK)
 
     def _write_exit(self, why: str, *, oom_kill: bool) -> None:
-        status = self.status
+        status = self.code()
         record = {
             "schema": SCHEMA,
             "why": why,
+            "started": self.how,
             "code": status if status is not None and status >= 0 else None,
             "signal": -status if status is not None and status < 0 else None,
             "seconds": round((self.ended or time.monotonic()) - self.began, 3),

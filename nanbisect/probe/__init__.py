@@ -61,6 +61,21 @@ def moved(folder: str) -> None:
         _observer.follow(folder, limits(os.environ))
 
 
+def again(folder: str) -> None:
+    """This process begins another training: nothing was seen so far, and events go to `folder`."""
+    if _observer is not None:
+        from .limits import limits
+
+        _observer.forget()
+        _observer.follow(folder, limits(os.environ))
+
+
+def finish() -> None:
+    """The training is over, and its process is not: write the last line."""
+    if _observer is not None:
+        _observer.stopper.finish()
+
+
 def _too_old(version: str) -> bool:
     numbers = re.findall(r"\d+", version)[:2]
     return len(numbers) == 2 and tuple(map(int, numbers)) < OLDEST

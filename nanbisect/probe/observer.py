@@ -78,6 +78,13 @@ class Observer:
         self.steps.reset()
         self.trace_if_wanted()
 
+    def forget(self) -> None:
+        """Another training begins in this process: what the last one did is no part of it."""
+        self.forked()
+        self.steps.frees_gradients = False
+        self.arrivals.held.clear()
+        self.journal.pid = None  # it gets a file of its own
+
     def follow(self, folder: str, limits: Limits) -> None:
         """Take orders as if the probe had been installed here and now."""
         self.journal.folder, self.journal.every_line = folder, limits.every_line

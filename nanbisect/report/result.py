@@ -71,6 +71,7 @@ def _attempt(outcome: Outcome) -> dict[str, Any]:
         "status": outcome.status.value,
         "reason": outcome.reason,
         "seconds": outcome.seconds,
+        **({"started": outcome.started} if outcome.started else {}),
     }
 
 

@@ -62,6 +62,9 @@ class Trainer(Protocol):
     def steps_for(self, matrix: Matrix, levels: Mapping[str, str]) -> int:
         """The matrix's `steps`, or as many as a cell of these levels needs that stands outside the matrix."""
 
+    def keep(self, matrix: Matrix, cell: Cell) -> str:
+        """What cells that may share one process with its model loaded have in common; empty where none may."""
+
     def inputs(self, matrix: Matrix) -> Mapping[str, Path]:
         """Files and folders whose change makes another experiment: recipe, data, model, as far as they are local."""
 

@@ -143,6 +143,10 @@ class CommandTrainer:
         """The matrix's own: how many records there are is the command's affair."""
         return matrix.steps
 
+    def keep(self, matrix: Matrix, cell: Cell) -> str:
+        """A command's process is the command's own."""
+        return ""
+
     def inputs(self, matrix: Matrix) -> Mapping[str, Path]:
         """The files among the command's words, the model and the data, where they are local."""
         folder = workdir_of(matrix)

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import importlib
 import importlib.machinery
+import json
 import os
 import random
 import runpy
 import signal
+import socket
 import sys
 from types import ModuleType, TracebackType
 from typing import Any, Dict, List, Mapping, NamedTuple, NoReturn, Optional, Sequence, Type
 
 PROBE = "_nanbisect_probe"
+MARKER = "NANBISECT_ATTEMPT"
 FREE = ("NANBISECT_", "ACCELERATE_")
 FREE_NAMES = frozenset(("CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT"))
 """Variables that may differ between a server and its children: read when training starts, not at import."""
@@ -24,7 +27,8 @@ FREE_NAMES = frozenset(("CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT"))
 class Job(NamedTuple):
     """What a child has to run. `kind`: script, module or accelerate; `words` follow the interpreter.
 
-    `argv` is the command as it is started cold, in case that this fork can't stand for it.
+    `argv` is the command as it is started cold, in case that this fork can't stand for it. `orders`: where
+    further attempts come from, if this process is to stay.
     """
 
     kind: str
@@ -32,6 +36,59 @@ class Job(NamedTuple):
     argv: List[str]
     workdir: str
     env: Dict[str, str]
+    orders: Optional[socket.socket] = None
+
+
+class Orders:
+    """A process that stays: it says how an attempt ended, and hears of the next one. `first`: the environment then."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self.control = control
+        self.first = dict(os.environ)
+
+    def ended(self, code: int) -> None:
+        """The attempt has ended, with this exit code, and the process can take another."""
+        self.control.send(json.dumps({"code": code}).encode())
+
+    def put_aside(self, why: str) -> None:
+        """This process is no longer what it must be, and the attempt is none. Its shim ends it."""
+        self.control.send(json.dumps({"aside": why}).encode())
+
+    def next(self) -> Optional[List[str]]:
+        """Arguments of the next attempt, once its environment and folder are set; None when there is none."""
+        data = self.control.recv(1 << 16)
+        if not data:
+            return None
+        order = json.loads(data)
+        mark(order["folder"])
+        os.environ.clear()
+        os.environ.update({**self.first, **order["env"]})
+        words: List[str] = order["words"]
+        return words[1:]
+
+
+orders: Optional[Orders] = None
+"""Set in a process that stays."""
+
+
+def mark(folder: str) -> None:
+    """Write the attempt's folder over the marker that this process was started with.
+
+    What others see of a process's environment is the memory it got at its start; a fork that changes
+    `os.environ` still shows its parent's. The server's marker is padded for this.
+    """
+    with open("/proc/self/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    start, end = int(fields[47]), int(fields[48])  # env_start, env_end: fields 50 and 51 of proc(5)
+    import ctypes
+
+    memory = ctypes.string_at(start, end - start)
+    at = memory.find(MARKER.encode() + b"=")
+    size = memory.find(b"\0", at) - at - len(MARKER) - 1
+    value = folder.encode("utf-8", "surrogateescape")
+    if at < 0 or len(value) > size or (at and memory[at - 1]):
+        raise OSError("no room for the marker")
+    ctypes.memmove(start + at + len(MARKER) + 1, value + b"/" * (size - len(value)), size)
 
 
 def settle(job: Job, server: Mapping[str, str]) -> None:
@@ -56,6 +113,9 @@ def settle(job: Job, server: Mapping[str, str]) -> None:
     if torch is not None:
         torch.default_generator.seed()
     importlib.invalidate_caches()
+    if job.orders is not None:
+        global orders
+        orders = Orders(job.orders)
 
 
 def differs(env: Mapping[str, str], server: Mapping[str, str]) -> List[str]:

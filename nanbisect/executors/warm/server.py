@@ -30,7 +30,6 @@ import traceback  # noqa: E402
 from typing import Any, Dict, List, Optional, Set, Tuple  # noqa: E402
 
 PLAN = "NANBISECT_WARM"
-MARKER = "NANBISECT_ATTEMPT"
 AGAIN = "NANBISECT_WARM_AGAIN"  # how often this server has started itself afresh, and its shims
 TRIES = 8
 TICK = 0.5
@@ -189,7 +188,7 @@ class Server:
         """In the fork: fork the training process, and be its shim to the end."""
         try:
             os.setsid()
-            mark(request["folder"])
+            child.mark(request["folder"])
             os.dup2(fds["log"], 2)
             os.dup2(fds.get("echo", fds["log"]), 1)
             with os.fdopen(fds["env"]) as file:
@@ -197,11 +196,19 @@ class Server:
             with open(request["spec"]) as file:
                 spec = json.load(file)
             read, write = os.pipe()
+            keeps = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) if request["keep"] else None
             shim, main = os.getpid(), os.fork()
             if main == 0:
-                return self._as_training(spec, request, environment, [write, read, *fds.values()], shim)
+                theirs = [write, read, *fds.values(), *([keeps[0].detach()] if keeps else [])]
+                job = self._as_training(spec, request, environment, theirs, shim)
+                return job._replace(orders=keeps[1]) if keeps else job
             os.close(write)
-            self.shim.attend(spec, fds["life"], environment, started=(main, read))
+            if keeps is None:
+                self.shim.attend(spec, fds["life"], environment, started=(main, read))
+            else:
+                keeps[1].close()
+                files = {"started": (main, read), "fds": fds, "control": keeps[0], "mark": child.mark}
+                load(os.path.join(HERE, "serial.py"), "serial").attend(spec, environment, **files)
         except BaseException:  # noqa: BLE001 - a fork must never go on as the server
             traceback.print_exc()
             os._exit(1)
@@ -239,26 +246,6 @@ class Server:
                 for process in [*orphan.children(recursive=True), orphan]:
                     with contextlib.suppress(psutil.Error):
                         process.kill()
-
-
-def mark(folder: str) -> None:
-    """Write the attempt's folder over the marker that this process was started with.
-
-    What others see of a process's environment is the memory it got at its start; a fork that changes
-    `os.environ` still shows its parent's. The server's marker is padded for this.
-    """
-    with open("/proc/self/stat", "rb") as file:
-        fields = file.read().rpartition(b")")[2].split()
-    start, end = int(fields[47]), int(fields[48])  # env_start, env_end: fields 50 and 51 of proc(5)
-    import ctypes
-
-    memory = ctypes.string_at(start, end - start)
-    at = memory.find(MARKER.encode() + b"=")
-    size = memory.find(b"\0", at) - at - len(MARKER) - 1
-    value = folder.encode("utf-8", "surrogateescape")
-    if at < 0 or len(value) > size or (at and memory[at - 1]):
-        raise OSError("no room for the marker")
-    ctypes.memmove(start + at + len(MARKER) + 1, value + b"/" * (size - len(value)), size)
 
 
 def main() -> Any:

@@ -127,6 +127,7 @@ class Server:
             "kind": warm.kind,
             "words": list(warm.words),
             "prepare": warm.prepare,
+            "keep": bool(warm.keep),
         }
         self.born.pop(folder, None)
         try:

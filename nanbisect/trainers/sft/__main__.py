@@ -11,15 +11,15 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from nanbisect.trainers.sft.diary import Diary
 from nanbisect.trainers.sft.job import Job
 from nanbisect.trainers.sft.problems import BadInput, Unsupported, out_of_memory
 
 
-def main(arguments: list[str]) -> int:
-    """Train or check; 0 whenever the end line says what happened."""
+def main(arguments: list[str], kept: Any = None) -> int:
+    """Train or check; 0 whenever the end line says what happened. `kept`: what cells before have left to this one."""
     job = Job.read(Path(arguments[0]))
     diary = Diary(Path(job.folder))
     try:
@@ -27,6 +27,8 @@ def main(arguments: list[str]) -> int:
             from nanbisect.trainers.sft.check import check as work
         elif "--levels" in arguments:
             from nanbisect.trainers.sft.check import levels as work
+        elif kept is not None:
+            work = kept.train
         else:
             from nanbisect.trainers.sft.loop import train as work
         diary.write("end", how=work(job, diary))
@@ -39,7 +41,15 @@ def main(arguments: list[str]) -> int:
         how = "out_of_memory" if out_of_memory(error) else "error"
         diary.write("end", how=how, text=f"{type(error).__name__}: {error}")
         return 1
+    finally:
+        diary.close()
     return 0
+
+
+def stays() -> Any:
+    """Where further cells come from, in a process that was forked to train several; None in all others."""
+    forked = sys.modules.get("_nanbisect_child")
+    return forked.orders if forked is not None else None
 
 
 def leave(code: int) -> NoReturn:
@@ -54,4 +64,8 @@ def leave(code: int) -> NoReturn:
 
 if __name__ == "__main__":
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    leave(main(sys.argv[1:]))
+    if stays() is None:
+        leave(main(sys.argv[1:]))
+    from nanbisect.trainers.sft.kept import serve
+
+    leave(serve(stays(), main))

@@ -27,3 +27,7 @@ class Diary:
         """Append one line; non-finite numbers by name. `at` is seconds since the process began its work."""
         entry = {"kind": kind, "at": time.perf_counter() - self.began, **jsonable(fields)}
         os.write(self.handle, (json.dumps(entry, allow_nan=False) + "\n").encode())
+
+    def close(self) -> None:
+        """Nothing more will be written."""
+        os.close(self.handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from nanbisect.matrix import Cell, Matrix
 from nanbisect.trainers.base import Launch, probe_environment, together
 from nanbisect.trainers.sft import effect, held
 from nanbisect.trainers.sft.job import Job, global_batch, largest_batch, size, value_of
-from nanbisect.trainers.sft.settings import RECIPES, SETTINGS, VOCABULARY
+from nanbisect.trainers.sft.settings import ON_A_LOADED_MODEL, RECIPES, SETTINGS, VOCABULARY
 
 SAME_ORDER = {"PYTHONHASHSEED": "0"}  # a recipe that goes through a set must give every cell the same records
 PRELOADED = ("nanbisect.trainers.sft.loop", "nanbisect.trainers.sft.recipes.causal_lm")
@@ -95,6 +96,12 @@ class SftTrainer:
         """So many that the matrix has records enough for one batch of these levels at least."""
         batch = global_batch({**matrix.settings, **levels})
         return max(matrix.steps, -(-batch // largest_batch(matrix)))
+
+    def keep(self, matrix: Matrix, cell: Cell) -> str:
+        """Every setting that takes loading; all others can be changed on a loaded model, or by the loop."""
+        settings = {**matrix.settings, **cell.levels}
+        taken = {name: str(value_of(settings, name)) for name in SETTINGS if name not in ON_A_LOADED_MODEL}
+        return json.dumps({"recipe": recipe_path(matrix), **taken}, sort_keys=True)
 
     def inputs(self, matrix: Matrix) -> Mapping[str, Path]:
         """The recipe's file, the data file and the model's folder, where they are local."""

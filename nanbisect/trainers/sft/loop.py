@@ -24,17 +24,29 @@ from nanbisect.trainers.sft.view import Settings, plan_of, read_by
 TRIES = 64  # of one step under a GradScaler: from 65536 it is at scale 1 after 16
 
 
-def train(job: Job, diary: Diary) -> str:
+class Fresh:
+    """Where recipe and model come from: imported and loaded for this cell."""
+
+    def recipe(self, job: Job) -> Recipe:
+        """The recipe's four functions."""
+        return load(job.recipe)
+
+    def model(self, recipe: Recipe, settings: Settings, plan: SimpleNamespace, device: torch.device) -> torch.nn.Module:
+        """See `setup.build_model`."""
+        return setup.build_model(recipe, settings, plan, device)
+
+
+def train(job: Job, diary: Diary, source: Fresh | None = None) -> str:
     """Train one cell; returns "done", or "stopped" at the first non-finite event."""
-    plan = plan_of(job)
+    source, plan = source or Fresh(), plan_of(job)
     settings = Settings(job, plan)
     device = setup.device_of(job.device)
     setup.determinism(plan.deterministic)
     set_seed(job.seed)
     accelerator = setup.accelerator_for(plan, device)
-    recipe = load(job.recipe)
+    recipe = source.recipe(job)
     records: Any = chosen_records(recipe, settings, job)
-    model = setup.build_model(recipe, settings, plan, device)
+    model = source.model(recipe, settings, plan, device)
     optimizer: Any = setup.build_optimizer(plan, setup.trainable(model))
     loader: Any = DataLoader(records, plan.batch_size, collate_fn=Collate(recipe, settings, plan.recipe))
     model, loader = accelerator.prepare(model, loader)

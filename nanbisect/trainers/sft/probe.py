@@ -5,6 +5,7 @@ Without the probe everything here does nothing, and the training computes the sa
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -37,3 +38,15 @@ def end_of_step() -> None:
 def found() -> bool:
     """Whether a non-finite value has surfaced."""
     return bool(_call("found"))
+
+
+def finish() -> None:
+    """This training has ended, and the process goes on: what is left is written."""
+    _call("finish")
+
+
+def again() -> None:
+    """Another training begins: the probe has seen nothing, and writes to the folder of now."""
+    folder = os.environ.get("NANBISECT_PROBE")
+    if folder:
+        _call("again", folder)

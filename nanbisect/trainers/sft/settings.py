@@ -136,6 +136,16 @@ SETTINGS: Mapping[str, Setting] = {
     )
 }
 
+ON_A_LOADED_MODEL = frozenset(
+    (
+        *("attention", "gradient_checkpointing", "batch_size", "gradient_accumulation", "channel_weights"),
+        *("loss_reduction", "padding_side", "max_length", "optimizer", "learning_rate", "adam_eps", "weight_decay"),
+        *("max_grad_norm", "deterministic", "seed"),
+    )
+)
+"""What cells that share one process (`--keep-model`) may differ in; a recipe that reads one of these in its model()
+is loaded again for another level."""
+
 RECIPES: Mapping[str, tuple[str, ...]] = {
     "causal-lm": (
         "any causal language model, in nanbisect's own training loop",

@@ -78,6 +78,11 @@ def build_model(recipe: Recipe, settings: Settings, plan: SimpleNamespace, devic
     A recipe that reads `param_dtype` or `gradient_checkpointing` has seen to it: transformers loads a
     model in a dtype and keeps some buffers in fp32, which a cast of the whole module would round.
     """
+    return fitted(loaded(recipe, settings, plan), read_by(settings), plan, device)
+
+
+def loaded(recipe: Recipe, settings: Settings, plan: SimpleNamespace) -> torch.nn.Module:
+    """What the recipe's model() returns. Raises BadInput unless it is a model to train."""
     with user_code(plan.recipe, "model"):
         model = recipe.model(settings)
     if not isinstance(model, torch.nn.Module):
@@ -86,7 +91,14 @@ def build_model(recipe: Recipe, settings: Settings, plan: SimpleNamespace, devic
         )
     if not trainable(model):
         raise BadInput("the recipe's model has no parameter to train\ntry: requires_grad=True for at least one")
-    read, level = read_by(settings), plan.gradient_checkpointing
+    return model
+
+
+def fitted(
+    model: torch.nn.Module, read: frozenset[str], plan: SimpleNamespace, device: torch.device
+) -> torch.nn.Module:
+    """A loaded model on the device, with what its recipe has not read of the settings."""
+    level = plan.gradient_checkpointing
     if level != "off" and "gradient_checkpointing" not in read:
         enable_checkpointing(model, level)
     dtype = None if "param_dtype" in read else DTYPES[plan.param_dtype]

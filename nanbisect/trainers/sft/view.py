@@ -54,6 +54,16 @@ class Settings(Mapping[str, Any]):
         self._read.add(name)
         return value
 
+    def peek(self, name: str) -> Any:
+        """A value that nobody is told to have read; None if there is no such name."""
+        return self._values.get(name)
+
+    def unread(self) -> Settings:
+        """The same values, as if nobody had read any."""
+        fresh = object.__new__(Settings)
+        fresh._values, fresh._read = self._values, set()
+        return fresh
+
     def __contains__(self, name: object) -> bool:
         return name in self._values  # to ask whether there is one is not to read it
 

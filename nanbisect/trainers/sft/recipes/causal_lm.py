@@ -12,6 +12,7 @@ boundary carries a label. Tokenising waits for `collate`, so that a record nobod
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -34,6 +35,8 @@ IGNORED = -100
 IMPLEMENTATIONS = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NO_ATTENTION = re.compile(r"attn_implementation|flash.?att|does not support .*attention implementation", re.IGNORECASE)
+ADAPTS = ("attention", "attention_kernel")
+"""Settings that `adapt` can change on a loaded model; the loop forces the kernel."""
 Record = Mapping[str, Any]
 
 
@@ -61,18 +64,39 @@ def model(settings: Settings) -> torch.nn.Module:
     """The pretrained model with the wanted attention and parameter dtype."""
     attention, kernel, name = settings.attention, settings.attention_kernel, _model_name(settings)
     implementation, dtype, trust = IMPLEMENTATIONS[attention], settings.param_dtype, settings.trust_remote_code
-    try:
+    with _explained(name, f"{attention}:{kernel}" if kernel else attention):
         loaded: torch.nn.Module | None = None if trust else held.take(name, implementation, dtype)
         if loaded is None:
             loaded = pretrained(name, implementation, dtype, **hub.options(name, trust=trust))
-    except Exception as error:  # transformers, safetensors and remote code raise anything
+    return loaded
+
+
+@contextlib.contextmanager
+def _explained(name: str, level: str) -> Iterator[None]:
+    """What transformers, safetensors and remote code raise, which may be anything, in the user's words."""
+    try:
+        yield
+    except Exception as error:
         if out_of_memory(error):
             raise
         if isinstance(error, (ImportError, ValueError)) and NO_ATTENTION.search(str(error)):
-            level = f"{attention}:{kernel}" if kernel else attention
             raise Unsupported(first_line(error), {"attention": level}) from error
         raise BadInput(hub.not_found(name, error)) from error
-    return loaded
+
+
+def adapt(model: Any, settings: Settings) -> bool:
+    """Give a loaded model this attention; whether it has it now. Classes must stay what they are."""
+    attention, kernel, name = settings.attention, settings.attention_kernel, _model_name(settings)
+    implementation = IMPLEMENTATIONS[attention]
+    if getattr(model.config, "_attn_implementation", None) == implementation:
+        return True
+    if not hasattr(model, "set_attn_implementation"):
+        return False
+    classes = [type(module) for module in model.modules()]
+    with _explained(name, f"{attention}:{kernel}" if kernel else attention):
+        model.set_attn_implementation(implementation)
+    same = classes == [type(module) for module in model.modules()]
+    return same and bool(model.config._attn_implementation == implementation)
 
 
 def pretrained(name: str, implementation: str, param_dtype: str, **options: Any) -> Any:
