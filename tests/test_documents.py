@@ -99,8 +99,8 @@ def test_nothing_of_this_machine_is_in_the_example_run() -> None:
 FLAGS = {
     "run": {
         "--model-path", "--train-jsonl", "--set", "--factor", "--steps", "--repeat", "--seed", "--timeout", "--device",
-        "--gpus", "--jobs", "--cold", "--no-check", "--keep-model", "--strategy", "--strength", "--budget", "--finish-grid",
-        "--resume", "--out", "--help",
+        "--gpus", "--jobs", "--cold", "--no-check", "--keep-model", "--strategy", "--strength", "--budget",
+        "--finish-grid", "--resume", "--out", "--help",
     },
     "plan": {
         "--model-path", "--train-jsonl", "--set", "--factor", "--steps", "--device", "--strategy", "--strength",
