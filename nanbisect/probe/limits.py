@@ -9,20 +9,24 @@ class Limits(NamedTuple):
     """`at_event`: stop at the first non-finite event. `steps`, `backwards`: stop after so many (0: never).
 
     `every_line`: the run has an end that the driver knows, so every step is written. Otherwise (a command
-    that may run for days) files are kept small.
+    that may run for days) files are kept small. `capsule`: the folder to write one into, `replay`: the one to play
+    back; empty where that is not wanted.
     """
 
     at_event: bool = False
     steps: int = 0
     backwards: int = 0
     every_line: bool = True
+    capsule: str = ""
+    replay: str = ""
 
 
 def limits(environment: Mapping[str, str]) -> Limits:
-    """NANBISECT_STOP, NANBISECT_STEPS and NANBISECT_BACKWARDS. The built-in trainer sets none: it stops by itself."""
+    """NANBISECT_STOP, _STEPS, _BACKWARDS, _CAPSULE, _REPLAY. The built-in trainer sets no limit: it stops by itself."""
     steps, backwards = (_number(environment.get(name, "")) for name in ("NANBISECT_STEPS", "NANBISECT_BACKWARDS"))
     stop = environment.get("NANBISECT_STOP")
-    return Limits(stop == "event", steps, backwards, stop is None or bool(steps or backwards))
+    capsule, replay = (environment.get(name, "") for name in ("NANBISECT_CAPSULE", "NANBISECT_REPLAY"))
+    return Limits(stop == "event", steps, backwards, stop is None or bool(steps or backwards), capsule, replay)
 
 
 def _number(text: str) -> int:
