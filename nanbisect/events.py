@@ -62,6 +62,22 @@ class StartNoted:
 
 
 @dataclass(frozen=True)
+class TraceStarted:
+    """A failing cell is run once more, with its failing step traced."""
+
+    cell: Cell
+    step: int
+
+
+@dataclass(frozen=True)
+class TraceEnded:
+    """A trace has ended; `text` says what it found, or why it found nothing."""
+
+    cell: Cell
+    text: str
+
+
+@dataclass(frozen=True)
 class RunEnded:
     """All cells ended, or the run was interrupted."""
 
@@ -69,4 +85,6 @@ class RunEnded:
     interrupted: bool
 
 
-Event = RunStarted | CellStarted | CellEnded | LevelBlocked | SlotNoted | StartNoted | RunEnded
+Event = (
+    RunStarted | CellStarted | CellEnded | LevelBlocked | SlotNoted | StartNoted | TraceStarted | TraceEnded | RunEnded
+)

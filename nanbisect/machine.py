@@ -55,7 +55,7 @@ class Occasion:
 
     `look` tells what is free on GPUs, `patience` is how long one that somebody else holds is waited for, in
     seconds of `clock`. `cold`: every attempt starts a Python of its own; `check`: a user's command starts
-    warm only after one cell has shown that it may.
+    warm only after one cell has shown that it may; `trace`: a failing cell of every cause is traced at the end.
     """
 
     arguments: tuple[str, ...] = ()
@@ -69,6 +69,7 @@ class Occasion:
     patience: float = PATIENCE
     cold: bool = False
     check: bool = True
+    trace: bool = True
 
 
 def check_machine(matrix: Matrix, trainer: Trainer, executor: Executor, occasion: Occasion) -> Machine:

@@ -10,7 +10,7 @@ class Limits(NamedTuple):
 
     `every_line`: the run has an end that the driver knows, so every step is written. Otherwise (a command
     that may run for days) files are kept small. `capsule`: the folder to write one into, `replay`: the one to play
-    back; empty where that is not wanted.
+    back; empty where that is not wanted. `deterministic`: kernels, or kernels+fill (fresh memory filled with NaN).
     """
 
     at_event: bool = False
@@ -19,14 +19,15 @@ class Limits(NamedTuple):
     every_line: bool = True
     capsule: str = ""
     replay: str = ""
+    deterministic: str = ""
 
 
 def limits(environment: Mapping[str, str]) -> Limits:
-    """NANBISECT_STOP, _STEPS, _BACKWARDS, _CAPSULE, _REPLAY. The built-in trainer sets no limit: it stops by itself."""
+    """Read NANBISECT_STOP and its like. The built-in trainer sets no limit: it stops by itself."""
     steps, backwards = (_number(environment.get(name, "")) for name in ("NANBISECT_STEPS", "NANBISECT_BACKWARDS"))
     stop = environment.get("NANBISECT_STOP")
-    capsule, replay = (environment.get(name, "") for name in ("NANBISECT_CAPSULE", "NANBISECT_REPLAY"))
-    return Limits(stop == "event", steps, backwards, stop is None or bool(steps or backwards), capsule, replay)
+    texts = (environment.get("NANBISECT_" + name, "") for name in ("CAPSULE", "REPLAY", "DETERMINISTIC"))
+    return Limits(stop == "event", steps, backwards, stop is None or bool(steps or backwards), *texts)
 
 
 def _number(text: str) -> int:
