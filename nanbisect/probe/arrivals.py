@@ -33,6 +33,7 @@ class Arrivals:
         self.plain_register: Any = torch.Tensor.register_post_accumulate_grad_hook
         self.guarded_arrived: Callable[[torch.Tensor], Any] = self.arrived
         self.guarded_use: Callable[..., Any] = self.use_arrived
+        self.noted: Callable[..., Any] | None = None  # the trace's
 
     def hook(self, leaf: torch.Tensor) -> bool:
         """Look at this leaf's gradient whenever it is accumulated; ours is the first hook of all. Whether it is new."""
@@ -73,6 +74,8 @@ class Arrivals:
         found = None if leaf.grad is None else numbers.look(leaf.grad)
         if found is None:
             return
+        if self.noted is not None and leaf.grad is not None:
+            self.noted("gradient", leaf.grad, window.micro_batch, leaf)
         if use is not None:
             self._flag(handle, *use)
         window.leaves[id(handle)] = handle

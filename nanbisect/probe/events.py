@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
 from .account import FIRST_BAD
 from .journal import rank
@@ -33,9 +33,12 @@ class Events:
     def __init__(self, journal: Ledger) -> None:
         self.journal = journal
         self.count = 0
+        self.heard: Callable[[Window, Place, list[Entry]], None] | None = None  # the trace's
 
     def nonfinite(self, window: Window, place: Place, bad: list[Entry], of: int) -> None:
         """A non-finite value has surfaced: `bad` of so many tensors looked at."""
+        if self.heard is not None:
+            self.heard(window, place, bad)
         self.count += 1
         if self.count > EVENTS:
             return

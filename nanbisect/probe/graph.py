@@ -107,9 +107,14 @@ class Walk:
         """Sequence numbers of all nodes: what a forward returned is known by its own."""
         return {node._sequence_nr() for node in self.parents}
 
-    def use_name(self, node: Node | None) -> str:
-        """lookup or head, with the first consumer that is neither a view nor a cast."""
+    def consumer(self, node: Node | None) -> Node | None:
+        """The first node from here on that is neither a view nor a cast."""
         while node is not None and VIEWS.match(node.name()):
             node = self.parents.get(node)
+        return node
+
+    def use_name(self, node: Node | None) -> str:
+        """lookup or head, with the first consumer that is neither a view nor a cast."""
+        node = self.consumer(node)
         name = node.name() if node is not None else "?"
         return "%s (%s)" % ("lookup" if LOOKUP.match(name) else "head", name)

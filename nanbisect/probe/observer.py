@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -30,6 +31,7 @@ SEARCHES = 3  # walks over all objects alive, to find a module that training nev
 TINY = 1 << 10  # scaled losses remembered at most
 TEXT = 200  # characters of an error's message
 LOSSES = 16  # kept of one forward
+UNTRACED = contextlib.nullcontext()
 
 
 class Root(NamedTuple):
@@ -53,6 +55,7 @@ class Observer:
         self.stopper = Stopper(limits, journal)
         self.arrivals = Arrivals(self.steps, self.handles, self.clock)
         self._begin()
+        self.trace_if_wanted()
 
     def _begin(self) -> None:
         self.roots: dict[int, Root] = {}
@@ -76,6 +79,7 @@ class Observer:
         self.keeper = self.steps.keeper = Keeper(self.stopper.limits, self.journal, self.names)
         self.stopper.tries = 0
         self.steps.reset()
+        self.trace_if_wanted()
 
     def follow(self, folder: str, limits: Limits) -> None:
         """Take orders as if the probe had been installed here and now."""
@@ -84,6 +88,28 @@ class Observer:
         self.keeper = self.steps.keeper = Keeper(limits, self.journal, self.names)
         self.clock.restart()
         self.journal.armed()
+        self.trace_if_wanted()
+
+    def trace_if_wanted(self) -> None:
+        """Get ready to trace one step; what it takes is imported only then."""
+        if self.steps.trace is not None:
+            self.steps.trace.abandon()
+        self.steps.trace = self.arrivals.noted = None
+        if self.stopper.limits.trace:
+            from .tracing import Tracing
+
+            self.steps.trace = trace = Tracing(self, self.stopper.limits.trace)
+            self.arrivals.noted, self.steps.told.heard = trace.note, trace.hear
+
+    def doing(self, what: str | None) -> None:
+        """Clipping or an optimizer is at work from now on, or neither."""
+        if self.steps.trace is not None:
+            self.steps.trace.places.doing = what
+
+    def traced(self) -> contextlib.AbstractContextManager[Any]:
+        """Within it operations of this thread are traced, if they are at all."""
+        trace = self.steps.trace
+        return UNTRACED if trace is None else trace.on_this_thread()
 
     @property
     def window(self) -> Window:
@@ -137,6 +163,8 @@ class Observer:
                 self.called[id(module)] = self.roots[id(module)]
                 found, marked = inputs.tensors([args, kwargs]) or {}, not self.batches.waiting
                 self._called(Forward(type(module).__name__, found, key=id(module), marked=marked))
+                if self.steps.trace is not None:
+                    self.steps.trace.forward(module, found)
 
     def _give_back(self, module: torch.nn.Module) -> None:
         """The values of a capsule. Raises SystemExit where it can't be played back."""
@@ -165,6 +193,12 @@ class Observer:
         ends = numbers.ends(loss) if waiting is not None and len(waiting.seen) < LOSSES else None
         if waiting is not None and ends is not None:
             waiting.seen.append(ends)
+            self._note_loss(loss)
+
+    def _note_loss(self, loss: torch.Tensor) -> None:
+        """A loss that may never be handed to backward."""
+        if self.steps.trace is not None:
+            self.steps.trace.note("loss", loss, self.window.micro + 1)
 
     def leaving(self) -> None:
         """The script is about to end the process or a thread, for a reason of its own: what it holds is still there."""
@@ -254,7 +288,7 @@ class Observer:
 
     # backward ----------------------------------------------------------------------------------
 
-    def backward(self, roots: Sequence[Any], nested: bool) -> list[Any]:
+    def backward(self, roots: Sequence[Any], nested: bool, create_graph: bool = False) -> list[Any]:
         """A backward call is about to run: hook its leaves, note its loss, kernels and tied weights.
 
         Returns the handles of hooks that `leave` removes.
@@ -278,7 +312,10 @@ class Observer:
             self._note_losses([root for root in roots if isinstance(root, torch.Tensor)])
             if new or not self.settled:
                 self.settled = self._learn_by_search([leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter)])
-        return [hook for leaf in leaves for hook in self.arrivals.hook_uses(leaf, walk)]
+        hooks = [hook for leaf in leaves for hook in self.arrivals.hook_uses(leaf, walk)]
+        if self.steps.trace is not None:
+            self.steps.trace.backward(walk, list(roots), nested=nested, create_graph=create_graph)
+        return hooks
 
     def raised(self, error: Exception) -> None:
         """The outermost backward raised: a script may swallow that, and the NaN with it."""
@@ -289,6 +326,8 @@ class Observer:
         """The backward call is over (or has raised)."""
         for handle in hooks or ():
             handle.remove()
+        if self.steps.trace is not None:
+            self.steps.trace.after_backward(nested=nested)
         if nested:
             return
         self.arrivals.held.clear()

@@ -72,14 +72,15 @@ def _backward(observer: Observer, guard: Guard) -> None:
         if compiling():
             real(tensors, *args, **kwargs)
             return
-        nested = inside_backward()
+        nested, create_graph = inside_backward(), bool(args[2] if len(args) > 2 else kwargs.get("create_graph"))
         if isinstance(tensors, torch.Tensor) or hasattr(tensors, "node"):  # a tensor or a gradient edge
-            hooks = enter([tensors], nested)
+            hooks = enter([tensors], nested, create_graph)
         else:
             tensors = tuple(tensors)  # as torch itself does: a generator can be read once
-            hooks = enter(tensors, nested)
+            hooks = enter(tensors, nested, create_graph)
         try:
-            real(tensors, *args, **kwargs)
+            with observer.traced():
+                real(tensors, *args, **kwargs)
         except Exception as error:
             if not nested:
                 raised(error)
@@ -192,8 +193,10 @@ def _optimizer(observer: Observer, guard: Guard) -> None:
         if scaler is not None and hasattr(optimizer, "found_inf"):  # fused: the scaler leaves the decision to it
             scale(scaler)
         before(optimizer)
+        observer.doing("optimizer")
 
     def post(optimizer: Any, args: Any, kwargs: Any) -> None:
+        observer.doing(None)
         (skipped if was_absorbed(optimizer) else after)(optimizer)
 
     optimizers.register_optimizer_step_pre_hook(pre)
@@ -225,11 +228,13 @@ def _wrap_clip(
         limit, norm = _limit(args, kwargs), None
         judge()
         inside.clip, raised = True, True
+        observer.doing("clip")
         try:
             result = inner(*args, **kwargs)
             raised = False
         finally:
             inside.clip = False
+            observer.doing(None)
             if not raised:
                 norm = result if result is not None else _given_norm(name, args, kwargs)
             clipped(name, limit, norm, raised)

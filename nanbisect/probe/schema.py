@@ -109,8 +109,9 @@ EVENTS: Dict[str, Dict[str, str]] = {
         "use": "of a tied weight, the use that brought it: use (lookup or head), node, module, source; else null",
         "addends": "addends of the loss where its graph shows them: operation, module, source, bad (its value), "
         "reaches (whether its graph holds the operation that made the first bad gradient, null where unknown)",
-        "loaded": "parameters and buffers that were bad or absurd before the traced step: name, what, value, absmax, "
-        "nan, posinf, neginf, numel, first (index), first_use (LINK or null)",
+        "loaded": "parameters and buffers that were bad or absurd before the traced step: name, what, value "
+        "(or absurd), saved (false where no checkpoint holds it), absmax, nan, posinf, neginf, numel, first (index), "
+        "first_use (LINK or null)",
         "operations": "operations seen",
         "seconds": "of the traced step, from its first forward to its end",
         "plain_seconds": "of the step before it, untraced; null where there is none",

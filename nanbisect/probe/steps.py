@@ -47,6 +47,7 @@ class Steps:
         self.clock = clock
         self.frees_gradients = False
         self.keeper = keeper
+        self.trace: Any = None  # of one step, where it is wanted
         self.reset()
 
     def reset(self) -> None:
@@ -319,6 +320,8 @@ class Steps:
             self.keeper.next(window.step, self.events)
         self.window = Window(window.step + window.seen, others(window.all_bad(), optimizer), waiting)
         self.window.forwards = window.forwards  # of a step that has no backward yet
+        if self.trace is not None:
+            self.trace.ended(window, how, time.perf_counter() - window.began if window.seen else None)
 
     def _tell_filtered(self) -> None:
         """A Trainer that was ended before its next log line would have shown a finite loss there."""

@@ -154,6 +154,11 @@ class Clock:
             self.seconds += time.perf_counter() - self.local.since
 
     @property
+    def working(self) -> bool:
+        """Whether this thread is at the probe's own work."""
+        return bool(getattr(self.local, "depth", 0))
+
+    @property
     def nested(self) -> bool:
         """Whether the work of now runs inside other work of the probe."""
         return getattr(self.local, "depth", 0) > 1

@@ -1,0 +1,288 @@
+"""The book of one traced step: what every operation gave out, and for the bad ones what they took in.
+
+Nothing is held but numbers (and for the moment of an operation its tensors): memory is known by the number
+of its storage. Of a bad storage, the number is kept from being used again as long as the book is open.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from . import trace_axes as axes
+from . import trace_operations as operations
+from . import trace_ranges as ranges
+from .trace_records import (
+    FROM_INF,
+    INF,
+    INTENDED,
+    MASKING,
+    ORIGIN,
+    REDUCED,
+    SPREAD,
+    UNWRITTEN,
+    Call,
+    Frame,
+    Known,
+    Record,
+    Taken,
+)
+from .window import Ends
+
+DETAILS = 256  # records described in full
+
+
+class Mark(NamedTuple):
+    """What is known of a storage. `whole`: of all of it."""
+
+    hold: StorageWeakRef
+    value: Any
+    whole: bool = True
+
+
+Marks = Dict[int, Mark]
+
+
+class Book:
+    """Takes operations in their order, with the ranges of what they wrote."""
+
+    def __init__(self) -> None:
+        self.frames: List[Frame] = []
+        self.records: List[Record] = []
+        self.made: Dict[int, int] = {}  # storage -> frame that wrote it last
+        self.bad: Marks = {}  # storage -> number of the record
+        self.unwritten: Marks = {}  # storage -> (operation, place)
+        self.reduced: Marks = {}
+        self.named: Dict[int, Known] = {}
+        self.sizes = axes.Sizes()
+        self.details = DETAILS
+
+    def take(self, call: Call, found: List[Optional[Ends]], before: List[Optional[Ends]]) -> None:
+        """One operation is over. `found`: ranges of its outputs; `before`: of what it has written, as that was."""
+        about = call.about
+        keys = [operations.storage(tensor) for _, tensor in call.outputs]
+        if about.shared:
+            self._share(call, keys)
+            return
+        if about.empty:
+            self._make(call, keys)
+            return
+        taken_from = [operations.storage(tensor) for _, tensor in call.inputs]
+        kinds = [ranges.kind_of(ends) for ends in found]
+        worst = "nan" if "nan" in kinds else next((kind for kind in kinds if kind is not None), None)
+        record = None
+        if worst is not None or (self.bad and any(key in self.bad for key in taken_from)):
+            record = self._record(call, taken_from, kinds, worst, before)
+        self._frame(call, keys, taken_from, found, record)
+        for (_, tensor), key, kind, ends in zip(call.outputs, keys, kinds, found):
+            if key is not None and ends is not None:
+                self._wrote(key, tensor, kind, record)
+
+    def _wrote(self, key: int, tensor: torch.Tensor, kind: Optional[str], record: Optional[Record]) -> None:
+        whole = covers(tensor)
+        if kind is not None and record is not None:
+            self.bad[key] = Mark(hold(tensor), record.number, whole)
+        elif whole:
+            self.bad.pop(key, None)
+        if whole:
+            self.unwritten.pop(key, None)
+            self.reduced.pop(key, None)
+
+    def _make(self, call: Call, keys: List[Optional[int]]) -> None:
+        for (_, tensor), key in zip(call.outputs, keys):
+            if key is not None:
+                self.bad.pop(key, None)
+                self.made.pop(key, None)
+                self.unwritten[key] = Mark(hold(tensor), (call.about.name, call.place))
+
+    def _share(self, call: Call, keys: List[Optional[int]]) -> None:
+        """A collective: its result comes later, and from others. It is not looked at here."""
+        tensors = [tensor for _, tensor in [*call.inputs, *call.outputs]]
+        for tensor in tensors:
+            key = operations.storage(tensor)
+            if key is not None:
+                self.reduced[key] = Mark(hold(tensor), (call.about.name, call.place))
+                self.unwritten.pop(key, None)
+
+    def _frame(
+        self, call: Call, keys: List[Optional[int]], taken_from: List[Optional[int]],
+        found: List[Optional[Ends]], record: Optional[Record],
+    ) -> None:  # fmt: skip
+        known = [ends for ends in found if ends is not None]
+        if not known:
+            return
+        number = len(self.frames)
+        if record is not None:
+            record.frame = number
+        parents = tuple(dict.fromkeys(self.made[key] for key in taken_from if key is not None and key in self.made))
+        shape = tuple(next(tensor.shape for (_, tensor), ends in zip(call.outputs, found) if ends is not None))
+        self.frames.append(Frame(call.about.name, call.place, shape, widest(known), parents, call.count))
+        for key in keys:
+            if key is not None:
+                self.made[key] = number
+
+    # records -----------------------------------------------------------------------------------
+
+    def _record(
+        self, call: Call, keys: List[Optional[int]], kinds: List[Optional[str]],
+        worst: Optional[str], before: List[Optional[Ends]],
+    ) -> Optional[Record]:  # fmt: skip
+        """The record of a bad operation, or of one that made bad values vanish; None where there is nothing to say."""
+        if worst is None and (call.about.shaped or not any(floating(tensor) for _, tensor in call.outputs)):
+            return None
+        earlier = {id(tensor): ends for (_, tensor, _), ends in zip(call.before, before)}
+        taken: List[Taken] = []
+        if not call.about.shaped:
+            for (_, tensor), key in zip(call.inputs, keys):
+                if worst is not None or (key is not None and key in self.bad):
+                    kind = self._kind(tensor, key, earlier)
+                    if kind is not None:
+                        taken.append(self._taken(kind, key))
+        if worst is None and not taken:
+            return None
+        record = Record(len(self.records), call, worst or _worst(taken), taken)
+        record.shapes = tuple(tuple(tensor.shape) for (_, tensor), kind in zip(call.outputs, kinds) if kind is not None)
+        self._judge(record, call, bad=worst is not None)
+        self.records.append(record)
+        if worst is not None and record.birth and self.details > 0 and record.label != INTENDED:
+            self.details -= 1
+            self._describe(record, call, kinds, before)
+        return record
+
+    def _kind(self, tensor: torch.Tensor, key: Optional[int], earlier: Dict[int, Optional[Ends]]) -> Optional[str]:
+        if id(tensor) in earlier:
+            return ranges.kind_of(earlier[id(tensor)])
+        mark = None if key is None else self.bad.get(key)
+        if mark is not None and mark.whole and covers(tensor):
+            return str(self.records[mark.value].kind)
+        return ranges.kind_of(ranges.at_once(tensor))
+
+    def _taken(self, kind: str, key: Optional[int]) -> Taken:
+        if key is None:
+            return Taken(kind, None, "unknown")
+        if key in self.bad:
+            return Taken(kind, self.bad[key].value)
+        if key in self.reduced:
+            return Taken(kind, None, "reduced", maker=self.reduced[key].value)
+        if key in self.unwritten:
+            return Taken(kind, None, "unwritten", maker=self.unwritten[key].value)
+        named = self.named.get(key)
+        return Taken(kind, None, "unknown") if named is None else Taken(kind, None, named.what, named.name)
+
+    def _judge(self, record: Record, call: Call, *, bad: bool) -> None:
+        """Its label, and which of its bad inputs the walk back takes."""
+        nans = [each for each in record.taken if each.kind == "nan"]
+        infs = [each for each in record.taken if each.kind != "nan"]
+        pool = nans or infs
+        record.chosen = min(pool, key=lambda each: self._order(each, record.number)) if pool else None
+        if record.chosen is not None and record.chosen.record is not None:
+            parent = self.records[record.chosen.record]
+            if not (parent.intended and record.kind == "nan"):  # what was put there is no birth
+                record.root = parent.root
+        if not bad:
+            record.label = MASKING
+        elif not pool:
+            put = record.kind in INF and (call.about.constant or call.forced)
+            record.label, record.intended = (INTENDED, True) if put else (ORIGIN, False)
+        elif record.kind == "nan" and not nans:
+            record.label = FROM_INF
+        else:
+            record.label = SPREAD
+        chosen = record.chosen
+        if bad and chosen is not None:
+            record.intended = record.kind in INF and self._meant(chosen)
+            if chosen.how in ("unwritten", "reduced") and (record.kind != "nan" or chosen.kind == "nan"):
+                record.label = UNWRITTEN if chosen.how == "unwritten" else REDUCED
+
+    def _meant(self, taken: Taken) -> bool:
+        """Whether an Inf was put there: a constant from before, a mask in a buffer."""
+        if taken.kind == "nan":
+            return False
+        if taken.record is not None:
+            return self.records[taken.record].intended
+        return taken.how == "unknown" or (taken.how == "buffer" and taken.kind == "-inf")
+
+    def _order(self, taken: Taken, number: int) -> Tuple[bool, int]:
+        """NaN of any kind, or an Inf that nobody meant, before an Inf that was put there; then the oldest."""
+        if taken.record is not None:
+            return self._meant(taken), self.records[taken.record].root
+        return self._meant(taken), -1 if taken.how in ("parameter", "buffer", "batch") else number
+
+    def _describe(self, record: Record, call: Call, kinds: List[Optional[str]], before: List[Optional[Ends]]) -> None:
+        """All about it that can be seen only now."""
+        record.lines = call.lines
+        old = {id(tensor): (name, ends) for (name, tensor, _), ends in zip(call.before, before)}
+        for name, tensor in call.inputs:
+            if not floating(tensor):
+                continue
+            if id(tensor) not in old:
+                record.inputs.append(ranges.describe(self.name_of(tensor) or name, tensor))
+                continue
+            record.inputs.append(call.described.get(id(tensor)) or _earlier(name, tensor, old[id(tensor)][1]))
+        for (_, tensor), kind in zip(call.outputs, kinds):
+            if floating(tensor) and len(record.outputs) < 4 and (kind is not None or len(call.outputs) < 4):
+                record.outputs.append(ranges.describe(self.name_of(tensor), tensor))
+        record.written = next((each["name"] for each in record.outputs if each["name"] and each["first"]), None)
+        index = next((place for place, kind in enumerate(kinds) if kind is not None), None)
+        if index is not None:
+            self._locate(record, call.outputs[index][1])
+
+    def _locate(self, record: Record, tensor: torch.Tensor) -> None:
+        shape = tuple(tensor.shape)
+        first = next((each["first"] for each in record.outputs if each["first"] is not None), None)
+        if first is not None and len(first) == len(shape):
+            record.spot = axes.place_of(first, shape, self.sizes)
+            record.rows = axes.rows(tensor, self.sizes)
+
+    def name_of(self, tensor: torch.Tensor) -> Optional[str]:
+        """Of a parameter, buffer or batch tensor."""
+        key = operations.storage(tensor)
+        named = None if key is None else self.named.get(key)
+        return None if named is None else named.name
+
+
+def _worst(taken: List[Taken]) -> str:
+    return "nan" if any(each.kind == "nan" for each in taken) else taken[0].kind
+
+
+def _earlier(name: str, tensor: torch.Tensor, ends: Optional[Ends]) -> Dict[str, Any]:
+    """Of a tensor that was overwritten since: shape and range, and counts where that was finite."""
+    detail = ranges.describe(name, tensor.new_empty(tensor.shape, device="meta"), before=True)
+    if ends is not None:
+        fine = ranges.kind_of(ends) is None
+        low, high = ends
+        rest = {"nan": 0, "posinf": 0, "neginf": 0} if fine else {"nan": None, "posinf": None, "neginf": None}
+        detail.update(rest, min=low if fine else None, max=high if fine else None)
+        detail["absmax"] = max(abs(low), abs(high)) if fine else None
+    return detail
+
+
+def covers(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is all of its memory."""
+    try:
+        return tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):
+        return True
+
+
+def floating(tensor: torch.Tensor) -> bool:
+    """Whether it can hold a bad value."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def hold(tensor: torch.Tensor) -> StorageWeakRef:
+    """Keeps a storage's number from being used again; its memory is free to go."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def widest(found: List[Ends]) -> Ends:
+    """Of several ranges; NaN wins."""
+    low, high = found[0]
+    for other in found[1:]:
+        if math.isnan(other[0]) or math.isnan(low):
+            return math.nan, math.nan
+        low, high = min(low, other[0]), max(high, other[1])
+    return low, high

@@ -1,0 +1,290 @@
+"""The trace of one training step: which operation turned finite values into a NaN or an Inf, and where.
+
+NANBISECT_TRACE=<n> traces step n from its first forward until it is judged; `replay` (of a saved step)
+means step 1. It looks at every operation of forward, backward, recompute and optimizer, walks back from
+what failed, and writes one `origin` event. It changes nothing that the training computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional
+
+import torch
+from torch.nn.modules import module as modules
+from torch.utils import _python_dispatch
+
+from . import trace_axes as axes
+from . import trace_loaded as loaded
+from . import trace_loss as loss
+from . import trace_operations as operations
+from . import trace_tell as tell
+from . import trace_way as way
+from .events import Place as Surfacing
+from .journal import rank
+from .names import UNKNOWN
+from .ownership import state_of
+from .trace_book import Book
+from .trace_eagerly import Eagerly, Refused
+from .trace_mode import Mode
+from .trace_places import Places
+from .trace_records import Known, Record
+from .window import Entry, Window
+
+if TYPE_CHECKING:
+    from .graph import Walk
+    from .observer import Observer
+
+
+class Heard(NamedTuple):
+    """A non-finite event of the traced step."""
+
+    place: Surfacing
+    bad: List[Entry]
+
+
+class Note(NamedTuple):
+    """What was handed to backward, or arrived: loss or gradient, and the record that made it bad."""
+
+    what: str
+    micro: int
+    key: int  # id of the loss, or of the leaf
+    record: int
+
+
+class Tracing:
+    """Begins and ends the trace of one step. One a process."""
+
+    def __init__(self, observer: Observer, step: int) -> None:
+        self.observer, self.step = observer, step
+        self.begun = self.over = False
+        self.plain: Optional[float] = None
+        self.heard: List[Heard] = []
+        self.notes: List[Note] = []
+        self.graphs: Dict[int, tell.Graph] = {}
+        self.loaded: List[loaded.Loaded] = []
+        self.eagerly = Eagerly()
+        self.hooks: List[Any] = []
+        self.book, self.places = Book(), Places()
+        self.mode = Mode(self.book, self.places, observer.clock, self._failed)
+
+    # what the probe sees --------------------------------------------------------------------------
+
+    def hear(self, window: Window, place: Surfacing, bad: List[Entry]) -> None:
+        """A non-finite event is about to be written."""
+        if place.phase == "load" or (self.begun and window.step == self.step):
+            self.heard.append(Heard(place, bad))
+
+    def forward(self, module: torch.nn.Module, found: Dict[str, torch.Tensor]) -> None:
+        """A training forward of a root starts (everything that the probe does before it is done)."""
+        if self.over:
+            return
+        if not self.begun and self.observer.window.step == self.step:
+            self._begin(module)
+        elif self.begun and any(heard.place.phase != "load" for heard in self.heard):
+            self.finish(self.observer.window, "judged")
+        if self.begun and not self.over:
+            self.mode.micro = self.observer.window.micro + 1
+            self.book.sizes = axes.sizes(found)
+            self._know(found)
+
+    def _begin(self, module: torch.nn.Module) -> None:
+        self.began, self.begun = time.perf_counter(), True
+        try:
+            roots = [root for root in self._roots() if root is not None]
+            self.eagerly.begin(part for root in roots for part in root.modules())
+        except Refused as refused:
+            self._write({"found": False, "reason": str(refused)})
+            return
+        self.loaded = loaded.loaded(self.observer.names)
+        self.mode.watched = {each.key: None for each in self.loaded if each.key is not None}
+        self.places.begin()
+        self.places.enter(module, None)
+        self.hooks = [
+            modules.register_module_forward_pre_hook(self.places.enter),
+            modules.register_module_forward_hook(self.places.leave, always_call=True),
+        ]
+        self.mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def _roots(self) -> List[Any]:
+        return [root.reference() for root in self.observer.roots.values()]
+
+    def _know(self, batch: Dict[str, torch.Tensor]) -> None:
+        """Names of what was there before the step."""
+        names, table = self.observer.names, self.book.named
+        for what, pairs in (
+            ("batch", list(batch.items())),
+            ("parameter", names.live(names.parameters)),
+            ("buffer", names.buffers_now()),
+        ):
+            for name, tensor in pairs:
+                key = operations.storage(tensor)
+                if key is not None:
+                    table[key] = Known(what, name)
+
+    def backward(self, walk: Walk, roots: List[Any], *, nested: bool, create_graph: bool) -> None:
+        """A backward call is about to run."""
+        if not self.begun or self.over:
+            return
+        if not nested:
+            micro = self.observer.window.micro
+            self.graphs[micro] = tell.Graph(loss.addends(roots), loss.uses(walk))
+            for root in roots:
+                if isinstance(root, torch.Tensor):
+                    self.note("loss", root, micro)
+        self.places.enter_backward(nested=nested, create_graph=create_graph)
+
+    def after_backward(self, *, nested: bool) -> None:
+        """It is over."""
+        if self.begun and not self.over:
+            self.places.leave_backward(nested=nested)
+
+    def note(self, what: str, tensor: torch.Tensor, micro: int, leaf: Optional[torch.Tensor] = None) -> None:
+        """Remember which record made this loss or gradient bad, before anything is done to it."""
+        if not self.begun or self.over:
+            return
+        storage, key = operations.storage(tensor), id(tensor if leaf is None else leaf)
+
+        def remember() -> None:
+            mark = None if storage is None else self.book.bad.get(storage)
+            if mark is not None:
+                self.notes.append(Note(what, micro, key, int(mark.value)))
+
+        self.mode.then(remember)
+
+    def on_this_thread(self) -> Any:
+        """A context in which this thread's operations are seen (a backward may be called from another thread)."""
+        if not self.begun or self.over or self.mode in _python_dispatch._get_current_dispatch_mode_stack():
+            return contextlib.nullcontext()
+        return self.mode
+
+    def abandon(self) -> None:
+        """This process is a fork, or takes other orders: what was under way is not its own."""
+        self.over = self.mode.done = True
+
+    # the end --------------------------------------------------------------------------------------
+
+    def ended(self, window: Window, how: str, seconds: Optional[float]) -> None:
+        """A step of the probe's is over; `seconds` that it took, where it had a backward."""
+        if self.over:
+            return
+        if self.begun and (window.seen or self.heard or how == "exit"):
+            self.finish(window, how)
+        elif how == "exit" and self.observer.journal.pid is not None:
+            reason = "step %d was not reached: the training ended in step %d" % (self.step, window.step)
+            self._write({"found": False, "reason": reason})
+        elif seconds is not None:
+            self.plain = seconds
+
+    def finish(self, window: Window, how: str) -> None:
+        """Stop looking, walk back from what failed, write it."""
+        seconds = time.perf_counter() - self.began
+        if self.mode.done:  # it gave up
+            return
+        self.mode.flush()
+        self._stop()
+        heard = next((each for each in self.heard if each.place.phase != "load"), None)
+        heard = heard or next(iter(self.heard), None)
+        fields = self._found(window, heard) if heard is not None else {"found": False, "reason": self._nothing(how)}
+        self._write({**fields, "seconds": seconds})
+
+    def _nothing(self, how: str) -> str:
+        absorbed = "; a GradScaler skipped it" if how == "scaler_skip" else ""
+        return "nothing non-finite surfaced in step %d%s" % (self.step, absorbed)
+
+    def _stop(self) -> None:
+        self.over = self.mode.done = True
+        for hook in self.hooks:
+            hook.remove()
+        if _python_dispatch._get_current_dispatch_mode() is self.mode:
+            self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call] # else it stays, and only passes on
+        self.eagerly.end()
+
+    def _failed(self, error: Exception) -> None:
+        self._stop()
+        self.observer.journal.write("probe_error", where="trace", error=repr(error))
+        self._write({"found": False, "reason": "the trace failed: %r" % error})
+
+    def _found(self, window: Window, heard: Heard) -> Dict[str, Any]:
+        place = heard.place
+        teller = self._teller()
+        target = self._target(window, heard)
+        found = None if target is None else way.back(self.book, target)
+        name = heard.bad[0]["name"] if heard.bad else None
+        surfaced = {"phase": place.phase, "value": place.value, "name": name, "micro_batch": place.micro}
+        fields: Dict[str, Any] = {"surfaced": surfaced, "micro_batch": place.micro}
+        if found is None:
+            reason = "what was non-finite came from no operation that was seen"
+            fields.update(found=False, reason=reason)
+        else:
+            fields.update(found=True, reason=None, origin=teller.origin(found), **teller.chain(found))
+        graph = self.graphs.get(place.micro, tell.Graph([], {}))
+        fields["addends"] = tell.addends(teller, graph, found if place.phase != "loss" else None)
+        fields["use"] = self._use(teller, graph, heard, found)
+        return fields
+
+    def _use(self, teller: tell.Teller, graph: tell.Graph, heard: Heard, found: Optional[way.Way]) -> Any:
+        for entry in heard.bad[:1]:
+            for name, tensor in self.observer.names.live(self.observer.names.parameters):
+                if name == entry["name"] and id(tensor) in graph.uses:
+                    return tell.use(teller, graph.uses[id(tensor)], entry["uses"], found)
+        return None
+
+    def _teller(self) -> tell.Teller:
+        paths = tell.Paths(self.observer.names, self._roots(), self.places.modules)
+        return tell.Teller(self.book, self.places, paths)
+
+    # what failed ----------------------------------------------------------------------------------
+
+    def _target(self, window: Window, heard: Heard) -> Optional[Record]:
+        place, names = heard.place, self.observer.names
+        if place.phase == "loss":
+            return self._noted("loss", place.micro, None)
+        if place.phase == "backward":
+            wanted = heard.bad[0]["name"] if heard.bad else UNKNOWN
+            known = {id(tensor) for name, tensor in names.live(names.parameters) if name == wanted}
+            return self._noted("gradient", place.micro, known)
+        if place.phase == "clip" and isinstance(window.norm, torch.Tensor):
+            return self._of([window.norm])
+        return self._of(self._named(heard, place.phase))
+
+    def _noted(self, what: str, micro: int, keys: Any) -> Optional[Record]:
+        notes = [note for note in self.notes if note.what == what]
+        same = [note for note in notes if note.micro == micro]
+        exact = [note for note in same if keys and note.key in keys]
+        for note in (*exact, *(same if what == "gradient" else reversed(same)), *notes):
+            record: Record = self.book.records[note.record]
+            return record
+        return None
+
+    def _named(self, heard: Heard, phase: str) -> List[torch.Tensor]:
+        names = self.observer.names
+        if phase == "reduce":
+            pairs = names.gradients()
+        else:
+            optimizers = self.observer.steps.contents.optimizers
+            pairs = [*names.live(names.parameters), *names.buffers_now(), *state_of(optimizers, names)]
+        wanted = {entry["name"] for entry in heard.bad}
+        return [tensor for name, tensor in pairs if name in wanted or (phase == "reduce" and not wanted)]
+
+    def _of(self, tensors: List[torch.Tensor]) -> Optional[Record]:
+        """The record of the one whose badness is the oldest."""
+        keys = [operations.storage(tensor) for tensor in tensors]
+        marks = [self.book.bad[key] for key in keys if key is not None and key in self.book.bad]
+        records = [self.book.records[mark.value] for mark in marks]
+        return min(records, key=lambda record: record.root) if records else None
+
+    def _write(self, fields: Dict[str, Any]) -> None:
+        self.over = True
+        teller = self._teller()
+        for each in self.loaded:
+            used = self.mode.watched.get(each.key) if each.key is not None else None
+            each.fields["first_use"] = tell.first_use(teller, used)
+        whole: Dict[str, Any] = {
+            "step": self.step, "micro_batch": None, "rank": rank(), "surfaced": None, "origin": None,
+            **tell.NOTHING, "kernels": tell.kernels(teller, self.mode), "use": None, "addends": [],
+            "loaded": [each.fields for each in self.loaded], "operations": self.places.count,
+            "seconds": None, "plain_seconds": self.plain, "traced_in_eager": self.eagerly.compiled, **fields,
+        }  # fmt: skip
+        self.observer.journal.write("origin", **whole)
