@@ -128,7 +128,8 @@ def rerun(
     store = Store.open(find_run(name, reports))
     matrix, machine, before = driving.from_run_json(store.run())
     cell = driving.pick_cell(expand(matrix), cell_name)
-    trainer, executor, console = TRAINERS[matrix.trainer], LocalExecutor(echo=True), show.console_for()
+    trainer, console = TRAINERS[matrix.trainer], show.console_for()
+    executor = LocalExecutor(echo=True, warm=trace and not before.cold)  # a trace takes more than one attempt
     earlier = CellResult(cell, schedule.counted(store.outcomes(cell)))
     told = next((change.partition("=")[2] for change in changes if change.startswith("seed=")), None)
     changed, variant = with_changes(matrix, cell, changes)

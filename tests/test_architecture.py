@@ -37,6 +37,7 @@ FLOORS = (
             "presence",
             "ranks",
             "evidence",
+            "origins",
             "neutrality",
             "combinations",
             "attribution",
@@ -48,7 +49,7 @@ FLOORS = (
         ),
     ),
     ("executors", "gpus", "ports", "store", "trainers"),
-    ("machine", "pool", "warm_check", "run", "changes", "starting", "watch", "environment"),
+    ("machine", "pool", "warm_check", "run", "tracing", "changes", "starting", "watch", "watch_trace", "environment"),
     ("console", "app", "cli", "__main__"),
 )
 NO_EFFECTS = {"os", "time", "random", "pathlib", "subprocess", "socket", "tempfile", "threading", "secrets", "shutil"}

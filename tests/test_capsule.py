@@ -376,7 +376,7 @@ PLAIN = 'lambda rows: {"x": torch.stack(rows)}'
             'batch["x"].add_(0)',
             "the script changed a batch in place",
         ),
-        (PLAIN, "import shutil; shutil.disk_usage = lambda path: type('', (), {'free': 5})", "there is no room: it takes"),
+        (PLAIN, "import shutil; shutil.disk_usage = lambda p: type('', (), {'free': 5})", "there is no room: it takes"),
         (PLAIN, "model.register_buffer('new', torch.zeros(2))", "the buffer new was put in its place during the step"),
         (PLAIN, "os.mkdir(os.environ['NANBISECT_CAPSULE'] + '/rank-0') if step == 4 else os.makedirs("
                 "os.environ['NANBISECT_CAPSULE'], exist_ok=True)", "there is one already"),

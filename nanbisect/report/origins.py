@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanbisect.neutrality import listed
-from nanbisect.outcome import CellResult, number
+from nanbisect.outcome import CellResult, number, unwrapped
 from nanbisect.report.words import clip, code, counted, figure, one_line
 
 KINDS = {"nan": "NaN", "+inf": "Inf", "-inf": "-Inf"}
@@ -77,7 +77,13 @@ def _text(value: Any) -> str:
 
 
 def _module(value: Any) -> str:
-    return "the model itself" if value == "" else _text(value)
+    """A module's path as the model has it, without DDP around it."""
+    path = unwrapped(f"{_text(value)}.").rstrip(".")
+    return path or "the model itself"
+
+
+def _source(row: Mapping[str, Any]) -> str:
+    return f" ({_text(row['source'])})" if row.get("source") else ""
 
 
 # the sentence ----------------------------------------------------------------------------------
@@ -90,9 +96,9 @@ def origin_line(found: Mapping[str, Any]) -> str:
 
 def _born(found: Mapping[str, Any]) -> str:
     kind = KINDS.get(str(found.get("kind")), "A non-finite value")
-    name = f" in {code(_text(found['name']))}" if found.get("name") else ""
+    name = f" in {code(unwrapped(_text(found['name'])))}" if found.get("name") else ""
     module = f" in {code(_module(found['module']))}" if found.get("module") is not None else ""
-    source = f" ({_text(found['source'])})" if found.get("source") else ""
+    source = _source(found)
     label = f", {_text(found['label'])}" if found.get("label") not in (None, "origin") else ""
     operation = f": {code(_text(found['operation']))}" if found.get("operation") else ""
     only = f", by the loss of channel {code(_text(found['channel']))} alone" if found.get("channel") is not None else ""
@@ -119,14 +125,14 @@ def _range_words(tensor: Mapping[str, Any]) -> str:
 
 def _hidden(found: Mapping[str, Any]) -> str:
     by = _some(found, "hidden_by")
-    return f"; hidden by {code(_text(by[0].get('operation')))} ({_text(by[0].get('source'))})" if by else ""
+    return f"; hidden by {code(_text(by[0].get('operation')))}{_source(by[0])}" if by else ""
 
 
 def _surfaced(found: Mapping[str, Any]) -> str:
     place = found.get("surfaced")
     if not isinstance(place, Mapping):
         return ""
-    name = f" in {code(_text(place['name']))}" if place.get("name") else ""
+    name = f" in {code(unwrapped(_text(place['name'])))}" if place.get("name") else ""
     return f"; surfaced in {_text(place.get('phase'))}{name}"
 
 
@@ -161,12 +167,12 @@ def _notes(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"Of the tied weight it came through the {_text(use.get('use'))}, {code(_module(use.get('module')))}."
     if found.get("forward_was_finite"):
         yield "The same operation was finite in forward: only its recomputation was not."
-    for jump in _some(found, "jumps")[:NAMED]:
+    for jump in [jump for jump in _some(found, "jumps") if jump.get("source")][:NAMED]:
         grown = f"from {_figure(jump.get('from'))} to {_figure(jump.get('to'))}"
-        yield f"Before it, absmax grew {grown} in {code(_text(jump.get('operation')))} ({_text(jump.get('source'))})."
+        yield f"Before it, absmax grew {grown} in {code(_text(jump.get('operation')))}{_source(jump)}."
     allocated = found.get("allocated")
     if isinstance(allocated, Mapping):
-        made = f"{code(_text(allocated.get('operation')))} ({_text(allocated.get('source'))})"
+        made = f"{code(_text(allocated.get('operation')))}{_source(allocated)}"
         yield f"It was read from memory that nothing had written, made by {made}."
     yield from _loaded(found)
     if found.get("memory"):
@@ -200,7 +206,7 @@ def _first_nan(found: Mapping[str, Any]) -> Iterator[str]:
     if found.get("kind") in ("+inf", "-inf") and isinstance(place, int) and 0 <= place < len(chain):
         link = chain[place]
         module = f" in {code(_module(link.get('module')))}" if link.get("module") is not None else ""
-        where = f"{code(_text(link.get('operation')))}{module} ({_text(link.get('source'))})"
+        where = f"{code(_text(link.get('operation')))}{module}{_source(link)}"
         yield f"The Inf becomes NaN in {_text(link.get('phase'))}: {where}."
 
 
