@@ -18,7 +18,7 @@ from rich.text import Text
 
 from nanbisect import console as show
 from nanbisect import run as driving
-from nanbisect import schedule, starting
+from nanbisect import schedule, starting, tracing, watch_trace
 from nanbisect import watch as watching
 from nanbisect.attribution import attribute
 from nanbisect.cells import Cells
@@ -34,10 +34,12 @@ from nanbisect.matrix import Cell, Matrix, excluded, expand, run_order
 from nanbisect.matrix_command import settings_of
 from nanbisect.matrix_file import NO_OVERRIDES, Overrides, matrix_to_json, read_matrix
 from nanbisect.matrix_schema import json_schema
+from nanbisect.origins import Traced
 from nanbisect.outcome import CellResult, Outcome, Status, jsonable
 from nanbisect.report.examples import resume as resume_command
 from nanbisect.report.markdown import to_markdown
 from nanbisect.report.model import Report, RunInputs, build
+from nanbisect.report.origins import plain_lines
 from nanbisect.report.redact import Redactor
 from nanbisect.report.result import cell_to_result, to_result
 from nanbisect.run import Driver, Occasion
@@ -85,6 +87,8 @@ def run(
         try:
             with show.watching(console, matrix) as listener:
                 results = driving.execute(driver, listener)
+                if occasion.trace:
+                    _trace_causes(driver, listener)
         except (KeyboardInterrupt, ExecutorError) as error:
             _write(store, console)
             if isinstance(error, KeyboardInterrupt):
@@ -149,12 +153,18 @@ def schema() -> str:
     return json.dumps(json_schema(VOCABULARIES["sft"]), indent=1)
 
 
-def rerun(name: str, cell_name: str, *, repeat: int, changes: tuple[str, ...], reports: Path) -> int:
-    """`nanbisect rerun`: one cell again, with its output. Returns the exit code."""
+def rerun(
+    name: str, cell_name: str, *, repeat: int, changes: tuple[str, ...], reports: Path, trace: bool = False
+) -> int:
+    """`nanbisect rerun`: one cell again, with its output. Returns the exit code.
+
+    With `trace` a cell that has failed before is not made again first: the traced attempt is the repetition.
+    """
     store = Store.open(find_run(name, reports))
     matrix, machine, before = driving.from_run_json(store.run())
     cell = cell_of(store, matrix, cell_name)
-    trainer, executor, console = TRAINERS[matrix.trainer], LocalExecutor(echo=True), show.console_for()
+    trainer, console = TRAINERS[matrix.trainer], show.console_for()
+    executor = LocalExecutor(echo=True, warm=trace and not before.cold)  # a trace takes more than one attempt
     earlier = CellResult(cell, schedule.counted(store.outcomes(cell)))
     told = next((change.partition("=")[2] for change in changes if change.startswith("seed=")), None)
     changed, variant = with_changes(matrix, cell, changes)
@@ -171,14 +181,22 @@ def rerun(name: str, cell_name: str, *, repeat: int, changes: tuple[str, ...], r
         if lacks := _lacking(narrowed(changed, target), target, occasion):
             console.print(f"{_what(cell, changes)}: {lacks}", style="yellow", highlight=False, soft_wrap=True)
             return NOT_JUDGED
+    known = trace and variant is None and tracing.failure_of(driver, cell) is not None
+    outcomes: tuple[Outcome, ...] = ()
+    listener = _heading(console, changed)
     try:
         with store.lock():
-            outcomes = driver.again(
-                target, seeds=seeds, listener=_heading(console, changed), variant=variant is not None
-            )
+            if not known:
+                outcomes = driver.again(target, seeds=seeds, listener=listener, variant=variant is not None)
+            traced = _traced(driver, target, listener, variant=variant is not None) if trace else None
     finally:
         executor.close()
-    for outcome in outcomes:
+    if traced is not None:
+        console.print(compared(earlier, traced.outcome, cell, changes), markup=False, highlight=False, soft_wrap=True)
+        for line in traced_lines(traced):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        outcomes = outcomes or (traced.outcome,)
+    for outcome in outcomes if not known else ():
         console.print(compared(earlier, outcome, cell, changes), markup=False, highlight=False, soft_wrap=True)
     if variant is None:
         _write(store, Console(quiet=True))
@@ -192,6 +210,33 @@ def cell_of(store: Store, matrix: Matrix, name: str) -> Cell:
     return numbered or driving.pick_cell(cells.every if cells.listed else store.cells(cells), name)
 
 
+def _traced(driver: Driver, cell: Cell, listener: driving.Listener, *, variant: bool) -> Traced | None:
+    """The trace of a cell's failing attempt; None where it has none."""
+    failure = tracing.failure_of(driver, cell, variant=variant)
+    return tracing.trace(driver, failure, listener) if failure else None
+
+
+def traced_lines(traced: Traced) -> tuple[str, ...]:
+    """What a trace found, for a terminal."""
+    notes = (traced.note.text,) if traced.note else ()
+    return (*(plain_lines(traced.origin) if traced.origin else ()), *notes)
+
+
+def _to_trace(inputs: RunInputs) -> tuple[int, ...]:
+    """Numbers of failing cells, one a cause."""
+    return tuple(pair.failing.number for pair in build(inputs).pairs)
+
+
+def _trace_causes(driver: Driver, listener: driving.Listener) -> None:
+    """One failing cell of every cause, if it was not traced before. The report is on the disk by then."""
+    _write(driver.store, Console(quiet=True))
+    with driver.store.lock():
+        for number in _to_trace(inputs_of(driver.store)):
+            failure = tracing.failure_of(driver, cell_of(driver.store, driver.matrix, str(number)))
+            if failure is not None and failure.outcome.origin is None:
+                tracing.trace(driver, failure, listener)
+
+
 def report(name: str, format_: str, *, redact: bool, reports: Path) -> str:
     """`nanbisect report`: one rendering, built from the files of the run."""
     store = Store.open(find_run(name, reports))
@@ -203,17 +248,29 @@ def report(name: str, format_: str, *, redact: bool, reports: Path) -> str:
     return to_markdown(build(inputs), hide)
 
 
-def watch(command: tuple[str, ...], *, steps: int | None, stop: bool, json_file: Path | None) -> int:
+def watch(
+    command: tuple[str, ...], *, steps: int | None, stop: bool, json_file: Path | None, trace: bool = False
+) -> int:
     """`nanbisect watch`: one command under the probe. Returns the command's own exit code.
 
     Raises UsageError before the command is started if the JSON can't be written: it may run for days.
+    With `trace` the command may be started once more, and an interruption of that ends only the trace.
     """
     if json_file is not None:
         _writable(json_file)
-    watched = watching.watch(command, steps=steps, stop=stop, environ=dict(os.environ))
     console = show.console_for(sys.stderr)
-    for line in watching.diagnosis(watched, command):
+
+    def tell(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    if not trace:
+        watched = watching.watch(command, steps=steps, stop=stop, environ=dict(os.environ))
+        told = watching.diagnosis(watched, command)
+    else:
+        told = ()
+        watched = watch_trace.watch(command, steps=steps, stop=stop, environ=dict(os.environ), tell=tell)
+    for line in told:
+        tell(line)
     if json_file is not None:
         try:
             _write_cell(json_file, CellResult(Cell(1, {}), (watched.outcome,)))

@@ -92,6 +92,9 @@ FinishGrid = Annotated[bool, typer.Option("--finish-grid", help="After the searc
 Keep = Annotated[
     bool, typer.Option("--keep-model", help="Train cells one after another in a process that keeps its loaded model.")
 ]
+NoTrace = Annotated[
+    bool, typer.Option("--no-trace", help="Do not trace a failing cell of every cause when all cells are done.")
+]
 Out = Annotated[
     Path | None, typer.Option("--out", help="The run folder itself, instead of reports/<matrix>-<date>-<time>.")
 ]
@@ -126,6 +129,7 @@ def run(  # noqa: PLR0913 - a command's options are its parameters
     budget: Budget = None,
     finish_grid: FinishGrid = False,
     keep_model: Keep = False,
+    no_trace: NoTrace = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with --out, or with the latest run of this matrix.")
     ] = False,
@@ -145,7 +149,7 @@ def run(  # noqa: PLR0913 - a command's options are its parameters
         model_path, train_jsonl, set_, factor, steps=steps, repeat=repeat, seed=seed, timeout=timeout, device=device
     )
     occasion = application.occasion(
-        _argv(), matrix, gpus=gpus, jobs=jobs, cold=cold, check=not no_check, keep=keep_model
+        _argv(), matrix, gpus=gpus, jobs=jobs, cold=cold, check=not no_check, keep=keep_model, trace=not no_trace
     )
     flags = SearchFlags(strategy and strategy.value, strength, budget, finish_grid)
     _finish(lambda: application.run(matrix, overrides, occasion, flags, out=out, resume=resume, reports=REPORTS))
@@ -201,6 +205,9 @@ def rerun(
     with_: Annotated[
         list[str] | None, typer.Option("--with", metavar="K=V", help="Change a setting for this attempt.")
     ] = None,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Find the operation, line and channel of the failing step that made it.")
+    ] = False,
 ) -> None:
     """Run one cell again, with its output, and say whether it ended the same way at the same place.
 
@@ -208,7 +215,8 @@ def rerun(
     """
     from nanbisect import app as application
 
-    _finish(lambda: application.rerun(run, cell, repeat=repeat, changes=tuple(with_ or ()), reports=REPORTS))
+    changes = tuple(with_ or ())
+    _finish(lambda: application.rerun(run, cell, repeat=repeat, changes=changes, trace=trace, reports=REPORTS))
 
 
 @app.command()
@@ -228,6 +236,10 @@ def watch(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="The training command, unmodified.")],
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="End it after so many optimizer steps.")] = None,
     stop: Annotated[bool, typer.Option("--stop", help="End it at the first non-finite value.")] = False,
+    trace: Annotated[
+        bool,
+        typer.Option("--trace", help="Then start it once more, for its failing step alone, and find the operation."),
+    ] = False,
     json_: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write what was seen as JSON.")] = None,
 ) -> None:
     """Run one training command under the probe, its output untouched, and say where a NaN first arose.
@@ -236,7 +248,7 @@ def watch(
     """
     from nanbisect import app as application
 
-    _finish(lambda: application.watch(tuple(command), steps=steps, stop=stop, json_file=json_))
+    _finish(lambda: application.watch(tuple(command), steps=steps, stop=stop, trace=trace, json_file=json_))
 
 
 @app.command()

@@ -17,7 +17,18 @@ from rich.text import Text
 
 from nanbisect.environment.checkup import Checkup
 from nanbisect.environment.levels import Levels
-from nanbisect.events import CellEnded, CellStarted, Event, LevelBlocked, RunEnded, RunStarted, SlotNoted, StartNoted
+from nanbisect.events import (
+    CellEnded,
+    CellStarted,
+    Event,
+    LevelBlocked,
+    RunEnded,
+    RunStarted,
+    SlotNoted,
+    StartNoted,
+    TraceEnded,
+    TraceStarted,
+)
 from nanbisect.matrix import Cell, Matrix
 from nanbisect.outcome import Outcome, Status, named
 from nanbisect.ranks import on_ranks
@@ -75,6 +86,13 @@ def begun(event: RunStarted, matrix: Matrix) -> str:
     return f"{matrix.name}: {len(event.cells)} cells{kept}"
 
 
+def trace_words(event: TraceStarted | TraceEnded) -> str:
+    """`tracing step 1 of cell 4`, then what was found."""
+    if isinstance(event, TraceStarted):
+        return f"tracing step {event.step} of cell {event.cell.number}"
+    return f"cell {event.cell.number}, traced: {event.text.replace('`', '')}"
+
+
 class Plain:
     """One line an event, for logs and pipes."""
 
@@ -105,6 +123,8 @@ class Plain:
             words = f"{event.outcome.status.value:<11} {levels_of(event.cell, self.matrix)}  {told(event.outcome)}"
             place = event.done if event.total is None else f"{event.done}/{event.total}"
             return f"[{place}] {words}  ({took}{left})"
+        if isinstance(event, (TraceStarted, TraceEnded)):
+            return trace_words(event)
         if isinstance(event, RunEnded):
             return "stopped" if event.interrupted else event.why and f"the run ended: {event.why}"
         return None
@@ -131,6 +151,8 @@ class Lively:
             self.notes.append(f"not on this machine: {levels}: {event.reason}")
         elif isinstance(event, (SlotNoted, StartNoted)):
             self.notes.append(event.text)
+        elif isinstance(event, (TraceStarted, TraceEnded)):
+            self.notes.append(trace_words(event))
         elif isinstance(event, CellStarted):
             self.started[event.cell.id] = (event, time.monotonic())
         elif isinstance(event, CellEnded):

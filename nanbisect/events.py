@@ -71,6 +71,22 @@ class StartNoted:
 
 
 @dataclass(frozen=True)
+class TraceStarted:
+    """A failing cell is run once more, with its failing step traced."""
+
+    cell: Cell
+    step: int
+
+
+@dataclass(frozen=True)
+class TraceEnded:
+    """A trace has ended; `text` says what it found, or why it found nothing."""
+
+    cell: Cell
+    text: str
+
+
+@dataclass(frozen=True)
 class RunEnded:
     """All cells ended, or the run was interrupted. `why` is said where a search or a budget ended it."""
 
@@ -79,4 +95,6 @@ class RunEnded:
     why: str = ""
 
 
-Event = RunStarted | CellStarted | CellEnded | LevelBlocked | SlotNoted | StartNoted | RunEnded
+Event = (
+    RunStarted | CellStarted | CellEnded | LevelBlocked | SlotNoted | StartNoted | TraceStarted | TraceEnded | RunEnded
+)

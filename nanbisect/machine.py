@@ -58,8 +58,9 @@ class Occasion:
     `look` tells what is free on GPUs, `patience` is how long one that somebody else holds is waited for, in
     seconds of `clock`. `cold`: every attempt starts a Python of its own; `check`: a user's command starts
     warm only after one cell has shown that it may. `keep`: cells share a process that keeps its loaded model.
-    `plan` says how the cells are chosen, `spend` for how many
-    seconds of `clock` cells may be started (None: no limit), `finish` that the rest of the grid runs after the search.
+    `trace`: a failing cell of every cause is traced at the end. `plan` says how the cells are chosen, `spend`
+    for how many seconds of `clock` cells may be started (None: no limit), `finish` that the rest of the grid
+    runs after the search.
     """
 
     arguments: tuple[str, ...] = ()
@@ -73,6 +74,7 @@ class Occasion:
     patience: float = PATIENCE
     cold: bool = False
     check: bool = True
+    trace: bool = True
     keep: bool = False
     plan: Plan = GRID
     spend: float | None = None

@@ -104,6 +104,9 @@ DOUBTS = {
     "precision_otherwise": "Read every claim as one on float32; the command may use that precision on a GPU only.",
     "fewer_steps": "Put {steps} into the command where its number of steps goes, or give it more data.",
     "unfinished": "Look in its log for a check of its own that ended it.",
+    "trace_disagrees": "Run it a few times more with `rerun --repeat`: what differs is not in its seed.",
+    "no_origin": "See the files of that trace, below `traces` in the run folder.",
+    "comes_and_goes": "Trace it again with `rerun --trace`: two attempts are few.",
 }
 """Advice for what an attempt doubted."""
 RUN_NOTES = {

@@ -544,12 +544,44 @@ class Driver:
                 outcomes.append(outcome)
         return tuple(outcomes)
 
+    def aside(
+        self, cell: Cell, *, seed: int, env: Mapping[str, str], matrix: Matrix | None = None
+    ) -> tuple[Path, Exit]:
+        """An attempt that counts for nothing, with variables of its own for the probe; its folder, and how it ended."""
+        folder, attempt = self.store.new_trace(cell), schedule.Attempt(cell, 1)
+        self.store.write_about(folder, cell, seed=seed, order=0, why="a trace")
+        launch = self.trainer.launch(matrix or self.matrix, cell, seed=seed, folder=folder)
+        launch = replace(launch, env={**launch.env, **env})
+        with interruptible():
+            slots = self._slots_for(attempt)
+            try:
+                task = self._task(launch, folder, slots)
+                handle = self.executor.start(replace(task, warm=self.warm.start(launch.warm)))
+            except BaseException:
+                self.pool.release(slots)
+                raise
+            self.running.append(Running(attempt, 1, seed, folder, slots, handle, self.occasion.clock()))
+            try:
+                while not (ended := list(self._poll())):
+                    self.occasion.sleep(POLL)
+            except BaseException:
+                self._stop({})
+                raise
+        return folder, ended[0][1]
+
+    def judge_aside(self, cell: Cell, folder: Path, *, seed: int, ended: Exit) -> Outcome:
+        """The outcome of such an attempt."""
+        return self._judge_folder(cell, folder, number=1, seed=seed, ended=ended)
+
     def _start_alone(self, attempt: schedule.Attempt, seed: int) -> None:
-        """On the first slots that have memory for it."""
+        self._start(attempt, self._slots_for(attempt), seed=seed)
+
+    def _slots_for(self, attempt: schedule.Attempt) -> tuple[str, ...]:
+        """The first that have memory for it."""
         while not (placed := list(self.pool.place([(attempt, attempt.cell.id)]))):
             self.pool.require()
             self.occasion.sleep(POLL)
-        self._start(attempt, placed[0][1], seed=seed)
+        return placed[0][1]
 
 
 class BadFirstCell(UsageError):

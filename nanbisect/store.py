@@ -6,6 +6,7 @@
     <run>/cells/<slug>-<8 hex>/attempt-1/           attempt.json (seed, levels), outcome.json, exit.json, log.txt,
                                                     events.*.jsonl, trainer.jsonl
     <run>/variants/<slug>-<8 hex>/attempt-1/        the same, for `rerun --with`
+    <run>/traces/<slug>-<8 hex>/attempt-1/          the same, for traced attempts, which count for nothing
     <run>/results.csv, result.json, report.md
 
 Files that must not be torn are written to a temporary name, synced and moved into place. A run can be
@@ -33,14 +34,14 @@ from nanbisect.errors import StoreError
 from nanbisect.evidence import Ending, Evidence, Line, log_tail, says_port_taken
 from nanbisect.executors.base import Exit, read_exit, started_as
 from nanbisect.matrix import Cell
-from nanbisect.outcome import Note, Outcome, jsonable
+from nanbisect.outcome import Note, Outcome, Status, jsonable
 from nanbisect.ranks import of_process
 
 SCHEMA = 1
 RUN, RESULT, CSV, REPORT, LOCK = "run.json", "result.json", "results.csv", "report.md", ".lock"
 NOTES = "notes.jsonl"
 SEARCH = "search.json"
-SCRATCH = "warm-check"
+SCRATCH, TRACES = "warm-check", "traces"
 IGNORE, IGNORE_ALL = ".gitignore", "*\n"
 ABOUT, OUTCOME, LOG, DIARY = "attempt.json", "outcome.json", "log.txt", "trainer.jsonl"
 ARMED, REACHED = "armed.jsonl", "reached"
@@ -134,6 +135,23 @@ class Store:
             path.mkdir(parents=True)
         return number, path
 
+    def new_trace(self, cell: Cell) -> Path:
+        """The new, empty folder of a traced attempt."""
+        home = self.folder / TRACES / cell.slug
+        taken = [int(match[1]) for path in _listed(home) if (match := ATTEMPT.match(path.name))]
+        path = home / f"attempt-{max(taken, default=0) + 1}"
+        with explained(path):
+            path.mkdir(parents=True)
+        return path
+
+    def failed_attempt(self, cell: Cell, *, variant: bool = False) -> tuple[Path, Outcome] | None:
+        """The first non-finite attempt of a cell, which speaks for it."""
+        for folder in self.attempt_folders(cell, variant=variant):
+            outcome = self.outcome(folder)
+            if outcome is not None and outcome.status is Status.NONFINITE:
+                return folder, outcome
+        return None
+
     def write_about(self, folder: Path, cell: Cell, *, seed: int, order: int, why: str) -> None:
         """Note what an attempt is before it starts: a command never says its seed, and its driver may die.
 
@@ -221,7 +239,7 @@ class Store:
 
     def discard(self) -> None:
         """Remove what `create` made of a run that never began (a bad input found by its first cell)."""
-        for name in ("cells", "variants"):
+        for name in ("cells", "variants", TRACES):
             shutil.rmtree(self.folder / name, ignore_errors=True)
         for name in (RUN, NOTES, SEARCH, IGNORE, LOCK):
             (self.folder / name).unlink(missing_ok=True)

@@ -61,12 +61,14 @@ def watch(command: Sequence[str], *, steps: int | None, stop: bool, environ: Map
     With `steps` it is ended after so many optimizer steps, with `stop` at the first non-finite value.
     """
     with tempfile.TemporaryDirectory(prefix="nanbisect-watch-") as name:
-        folder = Path(name)
-        limits = probe_limits(steps=steps, stop=stop)
-        began = time.monotonic()
-        code = _run(command, {**environ, **probe_environment(folder, environ), **limits})
-        seconds = time.monotonic() - began
-        return watched(folder, code, seconds, still_running(folder))
+        return watch_in(Path(name), command, environ=environ, limits=probe_limits(steps=steps, stop=stop))
+
+
+def watch_in(folder: Path, command: Sequence[str], *, environ: Mapping[str, str], limits: Mapping[str, str]) -> Watched:
+    """Run the command with the probe's events in that folder. `limits`: variables for the probe."""
+    began = time.monotonic()
+    code = _run(command, {**environ, **probe_environment(folder, environ), **limits})
+    return watched(folder, code, time.monotonic() - began, still_running(folder))
 
 
 def probe_limits(*, steps: int | None, stop: bool) -> dict[str, str]:
@@ -87,7 +89,7 @@ def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
             f"the command {command[0]!r} can't be started: {error.strerror}\n"
             "try: `python script.py` for a script, or chmod +x for a program"
         ) from error
-    with _passing_on(process):
+    with passing_on(process):
         while True:
             try:
                 return process.wait()
@@ -96,7 +98,7 @@ def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 @contextlib.contextmanager
-def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
+def passing_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
     """Signals for the training reach it, and the diagnosis is still given; what was ignored stays so."""
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():

@@ -40,6 +40,7 @@ FLOORS = (
             "presence",
             "ranks",
             "evidence",
+            "origins",
             "neutrality",
             "combinations",
             "confirm",
@@ -52,7 +53,8 @@ FLOORS = (
         ),
     ),
     ("executors", "gpus", "ports", "store", "trainers"),
-    ("machine", "pool", "warm_check", "choosing", "run", "changes", "starting", "watch", "environment"),
+    ("machine", "pool", "warm_check", "choosing", "run", "tracing", "changes", "starting"),
+    ("watch", "watch_trace", "environment"),
     ("console", "app", "cli", "__main__"),
 )
 NO_EFFECTS = {"os", "time", "random", "pathlib", "subprocess", "socket", "tempfile", "threading", "secrets", "shutil"}

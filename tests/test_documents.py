@@ -99,16 +99,16 @@ def test_nothing_of_this_machine_is_in_the_example_run() -> None:
 FLAGS = {
     "run": {
         "--model-path", "--train-jsonl", "--set", "--factor", "--steps", "--repeat", "--seed", "--timeout", "--device",
-        "--gpus", "--jobs", "--cold", "--no-check", "--keep-model", "--strategy", "--strength", "--budget",
-        "--finish-grid", "--resume", "--out", "--help",
+        "--gpus", "--jobs", "--cold", "--no-check", "--no-trace", "--keep-model", "--strategy", "--strength",
+        "--budget", "--finish-grid", "--resume", "--out", "--help",
     },
     "plan": {
         "--model-path", "--train-jsonl", "--set", "--factor", "--steps", "--device", "--strategy", "--strength",
         "--schema", "--help",
     },
     "init": {"--out", "--force", "--help"},
-    "rerun": {"--repeat", "--with", "--help"},
-    "watch": {"--steps", "--stop", "--json", "--help"},
+    "rerun": {"--repeat", "--with", "--trace", "--help"},
+    "watch": {"--steps", "--stop", "--trace", "--json", "--help"},
     "report": {"--format", "--redact", "--help"},
     "doctor": {"--python", "--json", "--help"},
 }  # fmt: skip

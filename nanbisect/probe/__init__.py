@@ -43,9 +43,11 @@ def install(folder: str) -> None:
     try:
         from . import patches
         from .observer import Observer
+        from .phase import make_deterministic
 
         observer = Observer(journal, wanted)
         guard = patches.install(observer)
+        make_deterministic(wanted.deterministic)
     except Exception as error:  # half of it may be at work: say so, lest the run count as judged
         journal.write("probe_error", where="install", error=repr(error))
         raise
@@ -57,8 +59,10 @@ def moved(folder: str) -> None:
     """This process is a fork of one that only imported: from here on events go to `folder`, as its own."""
     if _observer is not None:
         from .limits import limits
+        from .phase import make_deterministic
 
         _observer.follow(folder, limits(os.environ))
+        make_deterministic(_observer.stopper.limits.deterministic)
 
 
 def again(folder: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from torch.utils.data import dataloader
+from torch.utils.data import dataloader, get_worker_info
 
 from .guard import Guard
 from .observer import Observer
@@ -18,6 +18,7 @@ def install_loaders(observer: Observer, guard: Guard) -> None:
     asked = guard(lambda *seen: observer.batches.asked(*seen), "data loader")
     served = guard(lambda *seen: observer.batches.served(*seen), "data loader")
     began = guard(lambda *seen: observer.batches.began(*seen), "data loader")
+    kept = guard(lambda iterator, batch: (observer.keeper.serve(iterator, batch),), "data loader")
 
     @functools.wraps(real_index)
     def _next_index(self: Any) -> Any:
@@ -28,6 +29,8 @@ def install_loaders(observer: Observer, guard: Guard) -> None:
     @functools.wraps(real_next)
     def __next__(self: Any) -> Any:
         batch = real_next(self)
+        if observer.keeper.on:
+            batch = _given(self, batch, kept)
         served(self, batch)
         return batch
 
@@ -37,3 +40,9 @@ def install_loaders(observer: Observer, guard: Guard) -> None:
         return real_reset(self, *args, **kwargs)
 
     base._next_index, base.__next__, base._reset = _next_index, __next__, _reset
+
+
+def _given(iterator: Any, batch: Any, kept: Any) -> Any:
+    """What the script gets: the loader's batch, or that of a capsule; the former if anything went wrong."""
+    found = kept(iterator, batch) if get_worker_info() is None else None
+    return batch if found is None else found[0]

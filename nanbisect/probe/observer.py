@@ -17,6 +17,7 @@ from .batches import Batches, Forward
 from .graph import Walk
 from .handles import Handles
 from .journal import rank, world
+from .keeping import Keeper
 from .ledger import Ledger
 from .limits import Limits
 from .names import Names, dropout_active, sharded_paths, smallest_holder, unsaved
@@ -49,7 +50,8 @@ class Observer:
         self.handles = Handles()
         self.names = Names(self.handles)
         self.batches = Batches()
-        self.steps = Steps(journal, self.names, self.clock, self.batches)
+        self.keeper = Keeper(limits, journal, self.names)
+        self.steps = Steps(journal, self.names, self.clock, self.batches, self.keeper)
         self.stopper = Stopper(limits, journal)
         self.arrivals = Arrivals(self.steps, self.handles, self.clock)
         self._begin()
@@ -74,6 +76,7 @@ class Observer:
         self.clock.restart()
         self.batches = self.steps.batches = Batches()
         self.journal.begin()
+        self.keeper = self.steps.keeper = Keeper(self.stopper.limits, self.journal, self.names)
         self.stopper.tries = 0
         self.steps.reset()
         self.trace_if_wanted()
@@ -89,6 +92,7 @@ class Observer:
         """Take orders as if the probe had been installed here and now."""
         self.journal.folder, self.journal.every_line = folder, limits.every_line
         self.stopper.limits = limits
+        self.keeper = self.steps.keeper = Keeper(limits, self.journal, self.names)
         self.clock.restart()
         self.journal.armed()
         self.trace_if_wanted()
@@ -132,6 +136,7 @@ class Observer:
         self.leaving()
         self.steps.ended = True
         self.steps.end("exit")
+        self.keeper.finish()
         count, contents, wanted = self.steps.count, self.steps.contents, self.stopper.limits.steps
         self.clock.take()
         self.journal.exit(
@@ -159,6 +164,8 @@ class Observer:
         if any(p.requires_grad for p in module.parameters()):
             if not self._known(module):
                 self._new_root(module)
+            if self.keeper.on:
+                self._give_back(module)
             if not any(module in root.parts for root in self.called.values()):
                 self.called[id(module)] = self.roots[id(module)]
                 found, marked = inputs.tensors([args, kwargs]) or {}, not self.batches.waiting
@@ -166,11 +173,20 @@ class Observer:
                 if self.steps.trace is not None:
                     self.steps.trace.forward(module, found)
 
+    def _give_back(self, module: torch.nn.Module) -> None:
+        """The values of a capsule. Raises SystemExit where it can't be played back."""
+        self.keeper.prepare(module)
+        if self.keeper.refused:
+            self.keeper.finish()
+            self.stopper.stop("replay", self.steps.count, self.window.micro + 1)
+
     def _called(self, forward: Forward) -> None:
         waiting = self._waiting()
         if waiting is not None and waiting.key == forward.key:
             self.unhanded.look(waiting)
         self.threads.add(threading.get_ident())
+        if self.keeper.on:
+            self.keeper.forward(forward, stepping=self.window.stepping)
         self.steps.forward(forward)
 
     def _waiting(self) -> Forward | None:
@@ -215,6 +231,7 @@ class Observer:
     def _new_root(self, module: torch.nn.Module, *, rename: bool = False) -> None:
         parts = weakref.WeakSet(part for part in module.modules() if part is not module)
         self.roots[id(module)] = Root(weakref.ref(module), parts)
+        self.keeper.roots.append(weakref.ref(module))
         parameters, buffers = self.names.learn(module, rename=rename)
         self.sharded.update(sharded_paths(module))
         self._describe(module)

@@ -27,12 +27,13 @@ def install_scaler(observer: Observer, guard: Guard) -> None:
         for each in _unknown(scalers, base, known):
             _patch(each, observer, guard)
 
-    watch = guard(patch, "scaler")
+    watch, made = guard(patch, "scaler"), guard(lambda scaler: observer.keeper.made(scaler), "scaler")
 
     @functools.wraps(real)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         real(self, *args, **kwargs)
         watch(type(self))
+        made(self)
 
     patch(base)
     base.__init__ = __init__

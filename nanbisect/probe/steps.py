@@ -23,6 +23,7 @@ from .contents import Contents
 from .events import Events, Place
 from .graph import Walk
 from .journal import rank, shared
+from .keeping import Keeper
 from .ledger import Ledger
 from .names import Names
 from .ownership import others, without_gradient
@@ -39,12 +40,13 @@ ANOMALY = " returned nan values in its "  # torch.autograd.detect_anomaly
 class Steps:
     """Judges losses, gradients and norms, step by step."""
 
-    def __init__(self, journal: Ledger, names: Names, clock: Clock, batches: Batches) -> None:
+    def __init__(self, journal: Ledger, names: Names, clock: Clock, batches: Batches, keeper: Keeper) -> None:
         self.journal = journal
         self.batches = batches
         self.names = names
         self.clock = clock
         self.frees_gradients = False
+        self.keeper = keeper
         self.trace: Any = None  # of one step, where it is wanted
         self.reset()
 
@@ -194,6 +196,7 @@ class Steps:
         entries = [bad.entry for bad in found.bad]
         place = Place(found.phase, found.value, found.micro)
         self.told.nonfinite(self.window, place, entries, max(len(self.window.leaves), len(entries)))
+        self.keeper.event(self.window.step, found.micro)
 
     def backward_raised(self, text: str) -> None:
         """No gradient may show it: anomaly mode raises before the NaN reaches a parameter."""
@@ -254,6 +257,8 @@ class Steps:
         window = self.window
         window.clip = {"call": call, "max_norm": max_norm, "raised": raised}
         window.norm = norm if norm is not None else window.norm
+        if self.keeper.on:
+            self.keeper.look(window.step, window.micro_batch, norm)
         if window.bad:
             window.after_clip = findings.census(self.names)
 
@@ -268,9 +273,13 @@ class Steps:
         """The optimizer is about to move: judge now, and see which of its bad gradients were repaired."""
         first = self.contents.met(optimizer)
         self.window.stepping = True
+        if self.keeper.on:
+            self.keeper.stepping(optimizer, first=first)
         if inside_backward():
             return
         self.judge()
+        if self.keeper.on:
+            self.keeper.look(self.window.step, self.window.micro_batch, self.window.norm)
         if first and self.window.seen:
             lost = without_gradient(optimizer, self.names, self.window)
             if lost:
@@ -280,6 +289,7 @@ class Steps:
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has moved. In a hook during backward the step ends when backward does."""
+        self.keeper.moved()
         if inside_backward():
             self.window.stepped_inside = True
         else:
@@ -306,6 +316,8 @@ class Steps:
         if window.seen:
             self.journal.write("step", **account(window, how, norm, self.clock))
             self.count.ended(how, window.micro + 1)
+        if self.keeper.on and window.seen:
+            self.keeper.next(window.step, self.events)
         self.window = Window(window.step + window.seen, others(window.all_bad(), optimizer), waiting)
         self.window.forwards = window.forwards  # of a step that has no backward yet
         if self.trace is not None:

@@ -15,6 +15,7 @@ from nanbisect.report.escape import fenced, table_head, table_row, writer
 from nanbisect.report.examples import Example, Pair
 from nanbisect.report.findings import CauseReport, tally_words
 from nanbisect.report.model import Excerpt, Report, Row
+from nanbisect.report.origins import FRAMES, LINKS, RANGES, SDPA, Origin, known_words
 from nanbisect.report.places import Place
 from nanbisect.report.redact import Redactor
 from nanbisect.report.words import clip, code, counted, one_line
@@ -35,7 +36,7 @@ def to_markdown(report: Report, redact: Redactor) -> str:
     page = _Page(report, redact)
     above = [
         *(page.head(), page.grid(), page.causes(), page.account()),
-        *(page.places(), page.cautions(), page.neutral(), page.unjudged()),
+        *(page.places(), page.origins(), page.cautions(), page.neutral(), page.unjudged()),
     ]
     below = [page.environment(), page.next(), page.reproduce(), page.text(report.versions, COMMAND)]
     used = sum(len(block.encode()) + 2 for block in [*above, *below])
@@ -112,6 +113,25 @@ class _Page:
     def places(self) -> str:
         """Where it surfaced, in which cells."""
         return self.items("Where it surfaced", [_place_words(place) for place in self.report.places], MEDIUM)
+
+    def origins(self) -> str:
+        """Where it was born, as a trace found it: the sentence, then chain, ranges and kernels, folded."""
+        shown = _fitted(self.report.origins, self._origin, LARGE)
+        return f"### Where it was born\n\n{shown}" if shown else ""
+
+    def _origin(self, origin: Origin) -> str:
+        known = [sentence for found in origin.findings for sentence in known_words(found)]
+        lines = [f"- {self.text(note, LINE // 2)}" for note in (*known, *origin.notes)]
+        parts = ((LINKS, origin.chain), (RANGES, origin.ranges), (SDPA, origin.kernels), (FRAMES, origin.before))
+        tables = [self._table(head, rows) for head, rows in parts if rows]
+        whole = "\n\n".join(tables)
+        body = "\n".join([f"Cell {origin.cell}: {self.text(origin.head)}", "", *lines])
+        more = _folded("The chain, from the birth to where it surfaced, and the numbers", whole) if tables else ""
+        return "\n\n".join(part for part in (body, more) if part)
+
+    def _table(self, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+        lines = _fitted(rows, lambda row: table_row([self.cell(text) for text in row]), SMALL // 2)
+        return f"{table_head(head)}\n{lines}"
 
     def cautions(self) -> str:
         """Every doubt with its advice."""

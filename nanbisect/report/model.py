@@ -26,6 +26,7 @@ from nanbisect.report.findings import (
 from nanbisect.report.grid import Grid, build_grid
 from nanbisect.report.inputs import NOT_RUN, RunInputs
 from nanbisect.report.machine import environment_rows, training_rows, versions
+from nanbisect.report.origins import Origin, origins
 from nanbisect.report.places import Place, place_of, places, smears
 from nanbisect.report.verdict import scope, verdict
 from nanbisect.report.words import clip, figure, one_line
@@ -75,6 +76,7 @@ class Report:
     causes: tuple[CauseReport, ...]
     no_difference: str | None
     places: tuple[Place, ...]
+    origins: tuple[Origin, ...]
     smear: str | None
     neutrality: tuple[str, ...]
     repairs: tuple[Tally, ...]
@@ -93,7 +95,8 @@ class Report:
     @property
     def findings(self) -> tuple[str, ...]:
         """The sentences that belong right below the verdict."""
-        return tuple(text for text in (self.scope, self.smear, self.no_difference, *self.neutrality) if text)
+        born = [f"Cell {origin.cell}, traced: {origin.head}" for origin in self.origins]
+        return tuple(text for text in (self.scope, *born, self.smear, self.no_difference, *self.neutrality) if text)
 
 
 def build(inputs: RunInputs) -> Report:
@@ -115,6 +118,7 @@ def build(inputs: RunInputs) -> Report:
         causes=causes,
         no_difference=no_difference(attribution),
         places=places(inputs.failing),
+        origins=origins(inputs.failing),
         smear=smears(inputs.failing),
         neutrality=neutrality(attribution),
         repairs=repairs(ordered),

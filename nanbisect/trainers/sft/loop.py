@@ -15,6 +15,7 @@ from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
 
 from nanbisect.trainers.sft import losses, probe, setup
+from nanbisect.trainers.sft.alone import ChannelsAlone
 from nanbisect.trainers.sft.diary import Diary
 from nanbisect.trainers.sft.job import Job
 from nanbisect.trainers.sft.problems import BadInput
@@ -51,6 +52,7 @@ def train(job: Job, diary: Diary, source: Fresh | None = None) -> str:
     loader: Any = DataLoader(records, plan.batch_size, collate_fn=Collate(recipe, settings, plan.recipe))
     model, loader = accelerator.prepare(model, loader)
     probe.model(model)
+    alone = ChannelsAlone.wanted(model)  # of a trace: which channel's loss brings it
     freed = FreedNorm(model) if optimizer is None else None
     optimizer = optimizer if optimizer is None else accelerator.prepare(optimizer)
     diary.write("loaded", resolved=resolved(model, plan, device))
@@ -65,6 +67,9 @@ def train(job: Job, diary: Diary, source: Fresh | None = None) -> str:
                         channels = recipe.losses(model, batch)
                         steps.autocast = setup.autocast_dtype(device.type)
                     loss = steps.loss_of(channels, settings)
+                    if alone is not None and alone.due(steps):
+                        diary.write("channels_alone", **alone.tell(steps, accelerator, plan.gradient_accumulation))
+                        return "done"
                     accelerator.backward(loss / plan.gradient_accumulation)
             if freed is not None:
                 skipped = steps.end(freed.take(), skipped=False)

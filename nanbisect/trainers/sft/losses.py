@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,13 +22,27 @@ Channels = Mapping[str, tuple[torch.Tensor, Any]]
 SHAPE = "the recipe's losses() must return {channel: (summed loss, number of labels)} with at least one channel"
 
 
+class Kept(NamedTuple):
+    """A channel that has a part in the loss."""
+
+    name: str
+    weight: float
+    total: torch.Tensor
+    labels: torch.Tensor
+
+
 @dataclass(frozen=True)
 class Combined:
-    """The scalar loss, and all numbers of the micro-batch on its device: loss, then S_c, then N_c of each channel."""
+    """The scalar loss, and all numbers of the micro-batch on its device: loss, then S_c, then N_c of each channel.
+
+    `kept`: the channels with labels.
+    """
 
     loss: torch.Tensor
     names: tuple[str, ...]
     numbers: torch.Tensor
+    kept: tuple[Kept, ...]
+    reduction: str
 
 
 def channel_weights(given: Sequence[float] | None, channels: Sequence[str]) -> tuple[float, ...]:
@@ -56,19 +70,28 @@ def combine(result: Any, given: Sequence[float] | None, reduction: str) -> Combi
     weights = channel_weights(given, tuple(channels))
     sums = [total.float().reshape(()) for total, _ in channels.values()]
     counts = _counts([count for _, count in channels.values()], sums[0].device)
-    rows = zip(weights, sums, counts.unbind(), counts.tolist(), strict=True)
-    kept = [(weight, total, count) for weight, total, count, labels in rows if labels > 0]
-    if not sum(weight for weight, _, _ in kept) > 0:
+    rows = zip(channels, weights, sums, counts.unbind(), counts.tolist(), strict=True)
+    kept = tuple(Kept(name, weight, total, count) for name, weight, total, count, labels in rows if labels > 0)
+    if not sum(each.weight for each in kept) > 0:
         raise BadInput(
             "no channel with a weight has a label in this micro-batch: the mean of its loss would be 0/0\n"
             "try: mend or skip these records, or give their channel a weight"
         )
     if reduction == "token_weighted":
-        loss = torch.stack([w * s for w, s, _ in kept]).sum() / sum(w * n for w, _, n in kept)
+        loss = torch.stack([w * s for _, w, s, _ in kept]).sum() / sum(w * n for _, w, _, n in kept)
     else:
-        loss = torch.stack([w * (s / n) for w, s, n in kept]).sum() / sum(w for w, _, _ in kept)
+        loss = torch.stack([w * (s / n) for _, w, s, n in kept]).sum() / sum(w for _, w, _, _ in kept)
     numbers = torch.cat([torch.stack([loss, *sums]).detach(), counts])
-    return Combined(loss, tuple(channels), numbers)
+    return Combined(loss, tuple(channels), numbers, kept, reduction)
+
+
+def terms(combined: Combined) -> dict[str, torch.Tensor]:
+    """What each channel adds to the loss, by name."""
+    kept = combined.kept
+    if combined.reduction == "token_weighted":
+        whole = sum(w * n for _, w, _, n in kept)
+        return {name: w * s / whole for name, w, s, _ in kept}
+    return {name: w * (s / n) / sum(each.weight for each in kept) for name, w, s, n in kept}
 
 
 def checked(result: Any) -> Channels:
