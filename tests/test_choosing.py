@@ -224,7 +224,7 @@ def test_a_budget_of_attempts_counts_across_a_kill_and_not_what_was_there_before
     assert "Go on with the search" in next_steps(inputs, ())[-1].text
     more = driver_for(tmp_path / "r", plan=replace(QUICK, budget=5))
     assert len(go(more)) == 11
-    assert len(go(driver_for(tmp_path / "r"))) <= 16
+    assert len(go(driver_for(tmp_path / "r"))) < 36
     assert causes(read(tmp_path / "r"))[0][0] == {"batch_size": ("2", "8"), "attention": ("eager",)}
 
 
