@@ -15,6 +15,8 @@ PACKAGE = Path(nanbisect.__file__).parent
 HEAVY = {"torch", "transformers", "accelerate", "pandas", "matplotlib", "jinja2", "numpy"}
 LOOK = "environment/look.py"  # the doctor's, which runs in the Python that trains
 TRAINING = ("trainers/sft/", "probe/", "executors/warm/launcher.py", LOOK)  # what runs in the training process
+COUNTING = ("search/",)  # needs numpy; its door, `search/propose.py`, imports it when it is first opened
+DOOR = ("search/__init__.py", "search/values.py", "search/space.py", "search/propose.py")
 PURE = (
     "environment/row.py",
     "environment/levels.py",
@@ -117,7 +119,18 @@ def test_heavy_libraries_stay_in_the_training_process(path: Path) -> None:
     name = name_of(path)
     if not name.startswith(TRAINING):
         assert not {found.split(".")[0] for found in imports(path)} & {"torch", "transformers", "accelerate"}
-        assert not {found.split(".")[0] for found in imports(path, top_only=True)} & HEAVY
+        heavy = HEAVY - {"numpy"} if name.startswith(COUNTING) and name not in DOOR else HEAVY
+        assert not {found.split(".")[0] for found in imports(path, top_only=True)} & heavy
+
+
+def test_the_search_is_entered_by_its_door() -> None:
+    """Nobody imports at the top what imports numpy, but for the modules behind the door."""
+    for path in modules():
+        name = name_of(path)
+        if name in DOOR or not name.startswith(COUNTING):
+            inside = {f"{found.replace('.', '/')}.py" for found in imports(path, top_only=True)}
+            behind = {found.removeprefix("nanbisect/") for found in inside if found.startswith("nanbisect/search/")}
+            assert not {found for found in behind if (PACKAGE / found).is_file()} - {*DOOR}, name
 
 
 @pytest.mark.parametrize("path", [p for p in modules() if name_of(p).startswith(("probe/", LOOK))], ids=name_of)
