@@ -69,7 +69,7 @@ def _covering(reading: Reading, t: int, draw: np.random.Generator) -> Iterator[R
     """Rows without a claim that hold something of which nothing is known, small combinations first."""
     view = reading.view
     open_ = view.unsettled(t) & ~view.hidden
-    barred = [*view.claims, *view.evidence.space.rules]
+    barred = [*view.claims, *view.rules]
     for size in range(1, t + 1):
         for number in _spread(np.flatnonzero(open_ & (view.index.size == size)).tolist(), draw):
             yield _completed(reading, view.index.combination(number), barred, draw)
@@ -105,4 +105,4 @@ def _verifying(reading: Reading, claim: Combination, u: int, draw: np.random.Gen
         for need, barred in ((own, others), (loose, ())):
             for number in _spread(np.flatnonzero(need & ~view.hidden).tolist(), draw):
                 both = tuple(sorted((*claim, *view.index.combination(number))))
-                yield _completed(reading, both, [*barred, *view.evidence.space.rules], draw)
+                yield _completed(reading, both, [*barred, *view.rules], draw)
