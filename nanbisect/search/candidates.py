@@ -86,12 +86,13 @@ def _completed(
 
 def _crossing(reading: Reading, draw: np.random.Generator) -> Iterator[Row]:
     """Each open failing cell, crossed with finite cells and with drawn ones."""
-    clean = reading.view.evidence.clean()
+    clean, sizes = reading.view.evidence.clean(), reading.view.index.sizes
     for suspicion in reading.open:
-        for turn in range(4 * EACH):
-            other = clean[turn % len(clean)] if clean and turn % 2 else _drawn(reading, draw)
-            mask = draw.random(len(other)) < draw.choice([0.25, 0.5, 0.75])
-            yield tuple(a if keep else b for a, b, keep in zip(suspicion.cell, other, mask, strict=True))
+        others = draw.integers(sizes, size=(2 * EACH, len(sizes)))
+        if clean:
+            others[::2] = [clean[at % len(clean)] for at in range(EACH)]
+        keep = draw.random(others.shape) < draw.choice([0.25, 0.5, 0.75], size=(len(others), 1))
+        yield from map(tuple, np.where(keep, suspicion.cell, others).tolist())
 
 
 def _verifying(reading: Reading, claim: Combination, u: int, draw: np.random.Generator) -> Iterator[Row | None]:
