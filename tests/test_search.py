@@ -133,7 +133,7 @@ def test_the_guarantee_holds_for_random_truths(grid: str, piece: int, count: int
         planted = truth(GRIDS[grid], chance)
         evidence, account_ = solve(planted, Plan(strength=strength))
         check_guarantee(planted, account_, strength)
-        assert evidence.spent == account_.cells == account_.attempts < len(planted.fails)
+        assert evidence.spent == account_.cells == account_.attempts <= len(planted.fails)
 
 
 def test_four_causes_are_more_than_is_promised_and_none_of_three_factors_is_missed() -> None:
@@ -262,10 +262,10 @@ def test_the_demo_says_why_it_runs_each_cell() -> None:
 
 
 def test_cells_that_are_never_judged_are_not_chased() -> None:
-    """FlashAttention is not known to be missing: a few cells tell, the rest is listed."""
+    """FlashAttention is not known to be missing: three cells tell, the rest is listed."""
     _, result, trials = searched(SPACE, demo, Plan(strength=(2, 1)))
     assert found(result) == [((1, 1), (3, 1)), ((1, 2), (3, 1))]
-    assert sum(trial.status is Status.UNSUPPORTED for trial in trials) <= 7
+    assert sum(trial.status is Status.UNSUPPORTED for trial in trials) <= 3
     assert (result.pending, result.untestable) == (0, 8)
     assert ((3, 2),) in result.samples
     assert "8 not testable here" in result.claims[0]
@@ -367,18 +367,22 @@ def test_repeats_asked_for_are_made() -> None:
 
 
 def test_of_cells_that_are_about_as_good_the_cheapest_is_run() -> None:
-    """A pair may be covered with batch size 1 or 8; the small one is cheaper."""
+    """A pair may be covered with one level of b or another; over many truths, cells with the cheap one are run more."""
 
     def costly(row: Row) -> float:
         return (1.0, 2.0, 8.0)[row[1]]
 
     def total(cost: Callable[[Row], float] | None) -> float:
-        trials: list[Trial] = []
-        while choices := propose(NO_FLASH, trials, Plan(strength=(2, 1)), cost=cost).choices:
-            trials += [Trial(choice.row, demo(choice.row)) for choice in choices]
-        return sum(costly(trial.row) for trial in trials)
+        chance, seconds = random.Random("costs"), 0.0
+        for _ in range(60):
+            planted = truth(GRIDS["2x3x2x3"], chance)
+            evidence = Evidence(space_of(planted.sizes), Plan(strength=(2, 1)))
+            while choices := next_choices(evidence, cost=cost):
+                evidence.add(Trial(choices[0].row, planted.ends(choices[0].row)))
+                seconds += costly(choices[0].row)
+        return seconds
 
-    assert total(costly) < total(None)
+    assert total(costly) < 0.97 * total(None)
 
 
 def test_the_grid_in_order() -> None:
@@ -469,8 +473,11 @@ def _product(sizes: Sequence[int], combination: Combination) -> int:
 def test_excluded_and_blocked_cells_of_a_large_grid_are_left_alone() -> None:
     factors = space_of((2,) * 16).factors
     space = Space(factors, exclude=(((0, 1), (1, 1)),), blocked=(((2, 1),),))
-    chosen, result, _ = searched(space, judge(((3, 1), (4, 1))), Plan(strength=(2, 1)))
-    assert all(space.runnable(choice.row) for choice in chosen)
+    evidence, ends = Evidence(space, Plan(strength=(2, 1))), judge(((3, 1), (4, 1)))
+    while choices := next_choices(evidence):
+        assert space.runnable(choices[0].row)
+        evidence.add(Trial(choices[0].row, ends(choices[0].row)))
+    result = account_now(evidence)
     assert found(result) == [((3, 1), (4, 1))]
     assert result.pending == 0 and result.untestable == 31  # the blocked level, alone and in pairs
 

@@ -79,7 +79,8 @@ def _fates(view: View, t: int) -> tuple[dict[str, int], tuple[Combination, ...]]
 def _fate(view: View, combination: Combination, hopeless: bool) -> str:
     """Of a combination that is not refuted and holds no claim.
 
-    Explained: every cell that holds it holds a claim. Untestable: those that do not ended unjudged, or can't run.
+    Explained: every cell that holds it holds a claim. Untestable: those that do not ended unjudged, can't run,
+    or are left alone.
     """
     space = view.evidence.space
     if view.claims and space.completion(combination, [*space.exclude, *view.claims]) is None:
@@ -87,8 +88,8 @@ def _fate(view: View, combination: Combination, hopeless: bool) -> str:
     if hopeless:
         return "untestable"
     ended = [tuple(enumerate(row)) for row in view.evidence.unjudged if holds(row, combination)]
-    tried = space.blocked or ended
-    if tried and space.completion(combination, [*space.rules, *view.claims, *ended]) is None:
+    tried = space.blocked or view.barred or ended
+    if tried and space.completion(combination, [*view.rules, *view.claims, *ended]) is None:
         return "untestable"
     return "pending"
 
@@ -139,7 +140,7 @@ def _possible(view: View, claim: Combination, number: int) -> bool:
     space = view.evidence.space
     both = tuple(sorted((*claim, *view.index.combination(number))))
     ended = [tuple(enumerate(row)) for row in view.evidence.unjudged if holds(row, both)]
-    return space.completion(both, [*space.rules, *ended]) is not None
+    return space.completion(both, [*view.rules, *ended]) is not None
 
 
 def _untestable(view: View, claim: Combination, u: int) -> list[int]:

@@ -14,9 +14,9 @@ from nanbisect.search.space import Space, holds
 from nanbisect.search.values import Combination, Plan, Row, Trial
 
 GIVE_UP = 2
-"""A combination of which so many attempts ended unjudged, and none judged, is untestable."""
-SURE = 7
-"""A combination that was to be found failing is withdrawn after so many finite attempts more than refute one."""
+"""A combination of which so many cells ended unjudged, and none judged, is untestable."""
+LEAVE = 3
+"""A level or pair of levels of which so many did is left alone, with all cells that hold it."""
 
 
 class Ends:
@@ -74,8 +74,8 @@ class Evidence:
         else:
             if not ends.err:
                 self.unjudged.append(trial.row)
+                self.err[numbers] += 1
             ends.err += 1
-            self.err[numbers] += 1
         if self.plan.flaky is None and ends.ok and ends.bad:
             self.flaky = True
 
@@ -98,6 +98,14 @@ class Evidence:
         """Combinations that were tried often enough and never judged."""
         found: Bools = (self.err >= GIVE_UP) & (self.ok + self.bad == 0)
         return found
+
+    def barred(self) -> list[Combination]:
+        """The levels and pairs that are left alone since no cell with them was ever judged; pairs of other levels."""
+        found = (self.err >= LEAVE) & (self.ok + self.bad == 0) & (self.index.size <= 2)
+        if not found.any():
+            return []
+        some = [self.index.combination(int(number)) for number in np.flatnonzero(found)]
+        return [c for c in some if len(c) == 1 or not any((part,) in some for part in c)]
 
     def risk(self, pool: Pool) -> Floats | float:
         """The suspected chance that a row ends unjudged: of its pairs and levels, those that never did otherwise."""
