@@ -42,11 +42,18 @@ class SearchFlags:
     budget: str | None = None
     finish: bool = False
 
-    def plan(self, matrix: Matrix) -> tuple[Plan, float | None]:
-        """The plan, and for how many seconds cells may be started. Raises UsageError."""
-        strategy = self._strategy(matrix)
+    def plan(self, matrix: Matrix, before: Mapping[str, Any] | None = None) -> tuple[Plan, float | None]:
+        """The plan, and for how many seconds cells may be started. Raises UsageError.
+
+        `before` is what the folder of a run that goes on keeps of its search: as it was, it goes on, unless told
+        otherwise.
+        """
+        strategy, strength = self._strategy(matrix), strength_of(self.strength)
+        listed = matrix.combinations <= MOST_LISTED
+        if before is not None and (before or listed) and (self.strategy, self.strength) == (None, None):
+            kept = plan_from_json(before["plan"]) if before else Plan(Strategy.GRID)
+            strategy, strength = kept.strategy, kept.strength
         attempts, seconds = budget_of(self.budget)
-        strength = strength_of(self.strength)
         most = len(matrix.factors)
         strength = (min(strength[0], most), min(strength[1], most))
         return Plan(strategy, strength, attempts, repeats=matrix.repeat), seconds

@@ -478,6 +478,7 @@ class Driver:
     ) -> tuple[Outcome, ...]:
         """Further attempts of one cell, one after another, with these seeds."""
         self.echo, self.variant = listener, variant
+        self.order.update(self.store.order())
         outcomes = []
         with interruptible():
             for index, seed in enumerate(seeds, start=1):

@@ -68,9 +68,10 @@ class SearchSummary:
             f"cell, {known.explained:,} explained by a cause, {known.untestable:,} untestable, {known.pending:,} "
             "pending."
         )
-        if known.samples:
-            words = listed([self._words(sample) for sample in known.samples[:SHOWN]], SHOWN)
-            yield f"Untestable or pending are {'for example ' if self._more else ''}{words}."
+        least = [one for one in known.samples if not any({*other} < {*one} for other in known.samples)]
+        if least:
+            words = listed([self._words(one) for one in least[:SHOWN]], SHOWN)
+            yield f"Untestable or pending {'are, for example,' if len(least) > 1 else 'is'} {words}, and what holds it."
         yield from known.claims
         yield from (f"Condition: {text[:1].lower()}{text[1:]}" for text in known.conditions)
         if known.bound is not None:
@@ -78,10 +79,6 @@ class SearchSummary:
                 f"What is called refuted was finite in {counted(known.exposures, 'attempt')} or more and failed in "
                 f"none; up to {100 * known.bound:.0f} % of its attempts may still fail (Clopper-Pearson, 95 %)."
             )
-
-    @property
-    def _more(self) -> bool:
-        return self.account.untestable + self.account.pending > len(self.account.samples[:SHOWN])
 
     def _words(self, combination: Combination) -> str:
         return " with ".join(code(f"{name}={level}") for name, level in self.space.named(combination).items())
