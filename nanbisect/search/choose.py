@@ -69,9 +69,11 @@ def _verify(view: View, u: int) -> Choice | None:
 
 
 def _cover(view: View, t: int) -> Choice | None:
-    """The row without a claim that holds most combinations of which nothing is known."""
+    """The row without a claim that holds most combinations of which nothing is known (where failures come and go:
+    each counts by the exposures that it lacks)."""
     open_ = view.unsettled(t) & ~view.hidden
-    gain = view.pool.sum(open_)
+    lacking = np.maximum(1, view.evidence.exposures - view.evidence.ok)
+    gain = view.pool.sum(open_ * lacking)
     score = gain
     if t < 3:
         later = view.pool.sum(~view.covered & ~view.refuted & ~view.hidden)
