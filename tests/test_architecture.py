@@ -50,7 +50,7 @@ FLOORS = (
         ),
     ),
     ("executors", "gpus", "ports", "store", "trainers"),
-    ("machine", "pool", "warm_check", "choosing", "run", "changes", "starting", "watch", "environment"),
+    ("machine", "pool", "warm_check", "choosing", "picking", "run", "changes", "starting", "watch", "environment"),
     ("console", "app", "cli", "__main__"),
 )
 NO_EFFECTS = {"os", "time", "random", "pathlib", "subprocess", "socket", "tempfile", "threading", "secrets", "shutil"}

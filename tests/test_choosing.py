@@ -22,10 +22,10 @@ from nanbisect.cells import Cells
 from nanbisect.choosing import SearchFlags, budget_of, strength_of
 from nanbisect.errors import UsageError
 from nanbisect.events import CellEnded, CellStarted, Event, RunEnded, RunStarted
-from nanbisect.executors.base import Exit, Task
+from nanbisect.executors.base import Exit, Task, WarmStart
 from nanbisect.executors.scripted import Scripted, ScriptedExecutor
 from nanbisect.machine import run_json
-from nanbisect.matrix import Matrix
+from nanbisect.matrix import Cell, Matrix
 from nanbisect.outcome import CellResult, Outcome, Status
 from nanbisect.report.examples import next_steps
 from nanbisect.report.inputs import RunInputs
@@ -40,6 +40,7 @@ from nanbisect.search.space import Space
 from nanbisect.search.values import Plan, Strategy, Trial
 from nanbisect.store import Store
 from nanbisect.tables import to_csv
+from nanbisect.trainers.base import Launch
 from tests import fakes
 
 NEVER = ("root cause", "safe to", "fixed")
@@ -538,3 +539,26 @@ def test_what_a_search_calls_a_cause_is_one_also_when_a_budget_ends_it() -> None
             wrong, named = wrong + false, named + 1
     assert named > 100
     assert wrong / named < 0.02
+
+
+class WarmTrainer(fakes.FakeTrainer):
+    """Whose command could start warm, as soon as one cell has shown that it may."""
+
+    def launch(self, matrix: Matrix, cell: Cell, *, seed: int, folder: Path) -> Launch:
+        """With a warm start."""
+        return replace(
+            super().launch(matrix, cell, seed=seed, folder=folder), warm=WarmStart("python", "script", ("train.py",))
+        )
+
+
+def test_a_command_may_start_warm_under_a_search_too(tmp_path: Path) -> None:
+    """The first judged cell is run both ways, though nothing waits behind it yet; the others start warm."""
+    driver = driver_for(tmp_path / "r")
+    driver.trainer = WarmTrainer()
+    results = go(driver)
+    assert isinstance(driver.executor, ScriptedExecutor)
+    starts = driver.executor.starts
+    assert len(starts) == len(results) + 1
+    assert starts[0].argv == starts[1].argv
+    assert starts[0].warm is None
+    assert all(task.warm is not None for task in starts[1:])

@@ -61,7 +61,7 @@ class SearchSummary:
         if self.plan.strategy is Strategy.ADAPTIVE:
             how += f", strength {','.join(map(str, self.plan.strength))}"
         ended = f"The run ended because {self.ended}." if self.ended else "The search did not come to its end."
-        many = f"{known.cells:,} of {counted(known.of_cells, 'cell')} {was(known.cells)} run"
+        many = f"{known.cells:,} of {known.of_cells:,} cells {was(known.cells)} run"
         yield f"{many}, those that the search asked for ({how}). {ended}"
         yield (
             f"Of all combinations of up to {counted(known.up_to, 'level')}, {known.refuted:,} are refuted by a finite "
@@ -88,7 +88,7 @@ class SearchSummary:
         return tuple(
             Caution(
                 "not_judged",
-                f"{one.cells:,} of {counted(self.account.of_cells, 'cell')} can't run here: "
+                f"{one.cells:,} of {self.account.of_cells:,} cells can't run here: "
                 f"{listed([f'{name}={level}' for name, level in one.levels.items()])}: "
                 f"{clip(one_line(one.reason), LONGEST).rstrip('.')}.",
                 ADVICE[Status.UNSUPPORTED],
