@@ -9,13 +9,15 @@ from __future__ import annotations
 import numpy as np
 
 from nanbisect.search import words
-from nanbisect.search.index import Floats
+from nanbisect.search.index import Floats, Pool
 from nanbisect.search.reading import Reading
 from nanbisect.search.suspicion import Suspicion, information
 from nanbisect.search.values import Choice, Kind, Row
 from nanbisect.search.verify import needs, verifying_row
 from nanbisect.search.view import View
 
+HALF = 0.5
+"""While a cell is under way that tells this share of what the best one would, that one can wait."""
 PHASES = ((1, 0), (2, 1), (3, 1), (3, 2))
 
 
@@ -52,6 +54,8 @@ def _isolate(view: View, suspicion: Suspicion) -> Choice | None:
     """The row that tells most about the cause of one failing cell, and is of further use: with the likeliest cause,
     a failure verifies it; without, a finite end covers."""
     told = information(view, suspicion)
+    if _under_way(view, suspicion) > HALF * told.max(initial=0):
+        return None
     best, _ = suspicion.best(view.index)
     verified = view.pool.sum(needs(view, best, view.evidence.plan.strength[1])[0])
     covered = view.pool.sum(view.unsettled(3) & ~view.hidden)
@@ -61,6 +65,14 @@ def _isolate(view: View, suspicion: Suspicion) -> Choice | None:
         return None
     row = view.pool.row(at)
     return _choice(view, row, Kind.ISOLATE, words.tells_apart(view, suspicion, row))
+
+
+def _under_way(view: View, suspicion: Suspicion) -> float:
+    """The most that a cell under way will tell about the cause."""
+    if not view.taken:
+        return 0.0
+    rows = Pool(view.index, np.array(list(view.taken), np.int16))
+    return float(information(View(view.evidence, rows, claims=view.claims), suspicion).max())
 
 
 def _share(gain: Floats) -> Floats:
