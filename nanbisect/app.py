@@ -23,7 +23,7 @@ from nanbisect import watch as watching
 from nanbisect.attribution import attribute
 from nanbisect.cells import Cells
 from nanbisect.changes import narrowed, with_changes
-from nanbisect.choosing import Blocked, SearchFlags, is_search, summary_of
+from nanbisect.choosing import Blocked, SearchFlags, is_search, kept_of, summary_of
 from nanbisect.environment.checkup import Checkup, examine, examine_matrix
 from nanbisect.errors import StoreError, UsageError
 from nanbisect.events import CellStarted, Event
@@ -330,7 +330,8 @@ def inputs_of(store: Store) -> RunInputs:
     """Everything a report needs, read from the run's files."""
     data = store.run()
     matrix, machine, occasion = driving.from_run_json(data)
-    cells, kept = Cells(matrix), store.search()
+    cells = Cells(matrix)
+    kept = kept_of(store.search(), cells)
     begun = store.cells(cells) if is_search(kept) else cells.every
     results = tuple(CellResult(cell, _ended(store.outcomes(cell))) for cell in begun)
     vocabulary = VOCABULARIES[matrix.trainer]

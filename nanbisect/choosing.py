@@ -242,6 +242,11 @@ def imported_of(kept: Mapping[str, Any], plan: Plan, made: Iterable[tuple[str, i
     return frozenset(made)
 
 
+def kept_of(written: Mapping[str, Any], cells: Cells) -> Mapping[str, Any]:
+    """What a run folder keeps of its search; of a run that died before it wrote that, what it would have written."""
+    return written if written or cells.listed else search_json(Search(cells.matrix, Plan()), ended=None)
+
+
 def is_search(kept: Mapping[str, Any]) -> bool:
     """Whether a search chose the cells of a run, by what its folder keeps; else all of them run, up to a budget."""
     return bool(kept) and plan_from_json(kept["plan"]).strategy is not Strategy.GRID

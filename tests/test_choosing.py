@@ -324,6 +324,23 @@ def test_a_large_grid_is_never_listed(tmp_path: Path, monkeypatch: pytest.Monkey
     assert time.perf_counter() - began < 30
 
 
+def test_a_large_run_that_died_at_its_birth_can_be_read_and_goes_on(tmp_path: Path) -> None:
+    """It had not written how its cells are chosen."""
+    driver_for(tmp_path / "r", large_fails, matrix=LARGE)
+    inputs = read(tmp_path / "r")
+    assert (inputs.attribution.finding, inputs.interrupted) == (Finding.NOTHING_JUDGED, True)
+    assert len(go(driver_for(tmp_path / "r", large_fails, matrix=LARGE, plan=replace(QUICK, budget=3)))) == 3
+
+
+def test_what_repeats_leave_possible_is_said(tmp_path: Path) -> None:
+    """0 of 3 with its bound; one attempt a cell has none to speak of."""
+    matrix = replace(fakes.matrix_of(a=("0", "1")), trainer="command", command=("train",), repeat=3)
+    go(driver_for(tmp_path / "r", lambda levels: False, matrix=matrix, plan=Plan(Strategy.GRID)))
+    assert "0 of 3 leaves up to 63 % of its attempts" in build(read(tmp_path / "r")).scope
+    go(driver_for(tmp_path / "one", lambda levels: False, plan=replace(QUICK, budget=3)))
+    assert "Clopper" not in build(read(tmp_path / "one")).scope
+
+
 def test_several_slots_are_kept_busy_and_never_exceeded(tmp_path: Path) -> None:
     """The first cell goes alone; isolation waits for what it needs."""
     machine = Machine({"device": "cpu"}, (), ("cpu0", "cpu1", "cpu2"))
