@@ -59,20 +59,17 @@ class SearchFlags:
         return Plan(strategy, strength, attempts, repeats=matrix.repeat), seconds
 
     def _strategy(self, matrix: Matrix) -> Strategy:
-        if self.strategy is None:
-            cells = Cells(matrix).count()
-            return Strategy.GRID if cells <= SMALL and self.strength is None else Strategy.ADAPTIVE
-        strategy = Strategy(self.strategy)
+        strategy = Strategy(self.strategy) if self.strategy else None
         if strategy is Strategy.GRID and self.strength is not None:
             raise UsageError("--strength is for --strategy adaptive: the grid runs every cell\ntry: one of them")
-        listed = matrix.combinations <= MOST_LISTED
-        if not listed and (strategy is Strategy.GRID or self.finish):
+        if matrix.combinations > MOST_LISTED and (strategy is Strategy.GRID or self.finish):
             what = "--finish-grid" if self.finish else "--strategy grid"
             raise UsageError(
                 f"{what} is for up to {MOST_LISTED:,} combinations, and the matrix has {matrix.combinations:,}\n"
                 "try: --strategy adaptive, or fewer factors and levels"
             )
-        return strategy
+        small = self.strength is None and Cells(matrix).count() <= SMALL
+        return strategy or (Strategy.GRID if small else Strategy.ADAPTIVE)
 
 
 def strength_of(text: str | None) -> tuple[int, int]:

@@ -480,7 +480,11 @@ def test_small_matrices_run_whole_and_large_ones_by_search() -> None:
         Plan(Strategy.GRID, strength=(3, 2)), 7200,
     )  # fmt: skip
     assert SearchFlags(strategy="adaptive").plan(fakes.matrix_of(a=("0", "1")))[0].strength == (1, 1)
-    for flags in (SearchFlags(strategy="grid"), SearchFlags(strategy="adaptive", finish=True)):
+    for flags in (
+        SearchFlags(strategy="grid"),
+        SearchFlags(strategy="adaptive", finish=True),
+        SearchFlags(finish=True),
+    ):
         with pytest.raises(UsageError, match="up to 20,000 combinations, and the matrix has 177,147"):
             flags.plan(LARGE)
     with pytest.raises(UsageError, match="--strength is for"):
