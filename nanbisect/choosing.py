@@ -62,13 +62,14 @@ class SearchFlags:
         strategy = Strategy(self.strategy) if self.strategy else None
         if strategy is Strategy.GRID and self.strength is not None:
             raise UsageError("--strength is for --strategy adaptive: the grid runs every cell\ntry: one of them")
-        if matrix.combinations > MOST_LISTED and (strategy is Strategy.GRID or self.finish):
+        listed = matrix.combinations <= MOST_LISTED
+        if not listed and (strategy is Strategy.GRID or self.finish):
             what = "--finish-grid" if self.finish else "--strategy grid"
             raise UsageError(
                 f"{what} is for up to {MOST_LISTED:,} combinations, and the matrix has {matrix.combinations:,}\n"
                 "try: --strategy adaptive, or fewer factors and levels"
             )
-        small = self.strength is None and Cells(matrix).count() <= SMALL
+        small = listed and self.strength is None and Cells(matrix).count() <= SMALL
         return strategy or (Strategy.GRID if small else Strategy.ADAPTIVE)
 
 
