@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import time
 from collections.abc import Callable, Sequence
 
@@ -247,7 +248,7 @@ def test_the_demo_is_solved_at_pairs_by_a_few_cells() -> None:
     assert len(chosen) <= 16 and result.cells == len(chosen)
     assert result.distinct == 1 and result.verified and not result.complete
     assert (result.pending, result.untestable) == (0, 8)
-    assert all(cause.minimal and not cause.exhaustive for cause in result.causes)
+    assert all(cause.minimal and cause.checked == 1 for cause in result.causes)
     assert {trial.status for trial in trials} == {Status.FINITE, Status.NONFINITE}
 
 
@@ -257,7 +258,7 @@ def test_the_demo_says_why_it_runs_each_cell() -> None:
     assert chosen[1].row == (1, 2, 1, 0) and chosen[1].kind is Kind.CONTROL
     whys = [choice.why for choice in chosen]
     assert "covers 2 untried levels" in whys
-    assert "tells apart batch_size=2 from attention=eager" in whys
+    assert any(re.fullmatch(r"tells apart batch_size=2 .*from .*attention=eager.*", why) for why in whys)
     assert any(why.startswith("checks batch_size=") for why in whys)
 
 
@@ -367,22 +368,22 @@ def test_repeats_asked_for_are_made() -> None:
 
 
 def test_of_cells_that_are_about_as_good_the_cheapest_is_run() -> None:
-    """A pair may be covered with one level of b or another; over many truths, cells with the cheap one are run more."""
+    """A pair may be covered with one level of f or another; over many truths, cells with the cheap one are run more."""
 
     def costly(row: Row) -> float:
-        return (1.0, 2.0, 8.0)[row[1]]
+        return (1.0, 2.0, 8.0)[row[5]]
 
     def total(cost: Callable[[Row], float] | None) -> float:
         chance, seconds = random.Random("costs"), 0.0
-        for _ in range(60):
-            planted = truth(GRIDS["2x3x2x3"], chance)
+        for _ in range(20):
+            planted = truth(GRIDS["2^4x3^4"], chance)
             evidence = Evidence(space_of(planted.sizes), Plan(strength=(2, 1)))
             while choices := next_choices(evidence, cost=cost):
                 evidence.add(Trial(choices[0].row, planted.ends(choices[0].row)))
                 seconds += costly(choices[0].row)
         return seconds
 
-    assert total(costly) < 0.97 * total(None)
+    assert total(costly) < 0.95 * total(None)
 
 
 def test_the_grid_in_order() -> None:
