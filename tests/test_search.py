@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 
 from nanbisect.attribution import Standing, attribute
@@ -27,6 +28,7 @@ from nanbisect.search.values import (
     Row,
     Strategy,
     Trial,
+    distinct,
     highest_share,
 )
 from tests.bench.planted import GRIDS, Truth, rows_of, space_of, table, truth
@@ -89,7 +91,7 @@ def check_guarantee(planted: Truth, account_: Account, strength: tuple[int, int]
     for cause in planted.causes:
         if len(cause) <= t:
             assert any(within(one, cause) for one in reported) or claimed[table(planted.sizes, [cause])].all()
-    if len(planted.causes) <= u:
+    if distinct(planted.causes) <= u:
         assert not (claimed & ~planted.fails).any(), "one is too broad"
         if all(len(cause) <= t for cause in planted.causes):
             assert planted.exact(reported)
@@ -135,6 +137,27 @@ def test_the_guarantee_holds_for_random_truths(grid: str, piece: int, count: int
         evidence, account_ = solve(planted, Plan(strength=strength))
         check_guarantee(planted, account_, strength)
         assert evidence.spent == account_.cells == account_.attempts <= len(planted.fails)
+
+
+def test_levels_that_act_alike_count_as_one_cause() -> None:
+    """Three minimal combinations, of which two differ in one level: with u = 2 none may come out too broad."""
+    chance, sizes, checked = random.Random("alike"), (2, 3, 2, 3), 0
+    while checked < 150:
+        base = tuple(
+            (f, chance.randrange(sizes[f])) for f in sorted(chance.sample((0, 2, 3), chance.choice((0, 1, 2))))
+        )
+        other = tuple(
+            (f, chance.randrange(sizes[f])) for f in sorted(chance.sample(range(4), chance.choice((1, 2, 3))))
+        )
+        causes = (*(tuple(sorted((*base, (1, at)))) for at in (1, 2)), other)
+        fails = table(sizes, causes)
+        if fails[0] or any(within(one, two) for one, two in itertools.permutations(causes, 2)):
+            continue
+        failing = tuple(rows_of(sizes)[chance.choice(list(np.flatnonzero(fails)))].tolist())
+        planted = Truth(sizes, causes, fails, np.zeros(len(fails), bool), failing)
+        assert distinct(causes) <= 2
+        check_guarantee(planted, solve(planted, Plan())[1], (3, 2))
+        checked += 1
 
 
 def test_four_causes_are_more_than_is_promised_and_none_of_three_factors_is_missed() -> None:
