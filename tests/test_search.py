@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 
 from nanbisect.attribution import Standing, attribute
@@ -26,6 +28,7 @@ from nanbisect.search.values import (
     Row,
     Strategy,
     Trial,
+    distinct,
     highest_share,
 )
 from tests.bench.planted import GRIDS, Truth, rows_of, space_of, table, truth
@@ -88,7 +91,7 @@ def check_guarantee(planted: Truth, account_: Account, strength: tuple[int, int]
     for cause in planted.causes:
         if len(cause) <= t:
             assert any(within(one, cause) for one in reported) or claimed[table(planted.sizes, [cause])].all()
-    if len(planted.causes) <= u:
+    if distinct(planted.causes) <= u:
         assert not (claimed & ~planted.fails).any(), "one is too broad"
         if all(len(cause) <= t for cause in planted.causes):
             assert planted.exact(reported)
@@ -134,6 +137,27 @@ def test_the_guarantee_holds_for_random_truths(grid: str, piece: int, count: int
         evidence, account_ = solve(planted, Plan(strength=strength))
         check_guarantee(planted, account_, strength)
         assert evidence.spent == account_.cells == account_.attempts <= len(planted.fails)
+
+
+def test_levels_that_act_alike_count_as_one_cause() -> None:
+    """Three minimal combinations, of which two differ in one level: with u = 2 none may come out too broad."""
+    chance, sizes, checked = random.Random("alike"), (2, 3, 2, 3), 0
+    while checked < 150:
+        base = tuple(
+            (f, chance.randrange(sizes[f])) for f in sorted(chance.sample((0, 2, 3), chance.choice((0, 1, 2))))
+        )
+        other = tuple(
+            (f, chance.randrange(sizes[f])) for f in sorted(chance.sample(range(4), chance.choice((1, 2, 3))))
+        )
+        causes = (*(tuple(sorted((*base, (1, at)))) for at in (1, 2)), other)
+        fails = table(sizes, causes)
+        if fails[0] or any(within(one, two) for one, two in itertools.permutations(causes, 2)):
+            continue
+        failing = tuple(rows_of(sizes)[chance.choice(list(np.flatnonzero(fails)))].tolist())
+        planted = Truth(sizes, causes, fails, np.zeros(len(fails), bool), failing)
+        assert distinct(causes) <= 2
+        check_guarantee(planted, solve(planted, Plan())[1], (3, 2))
+        checked += 1
 
 
 def test_four_causes_are_more_than_is_promised_and_none_of_three_factors_is_missed() -> None:
@@ -247,7 +271,7 @@ def test_the_demo_is_solved_at_pairs_by_a_few_cells() -> None:
     assert len(chosen) <= 16 and result.cells == len(chosen)
     assert result.distinct == 1 and result.verified and not result.complete
     assert (result.pending, result.untestable) == (0, 8)
-    assert all(cause.minimal and not cause.exhaustive for cause in result.causes)
+    assert all(cause.minimal and cause.checked == 1 for cause in result.causes)
     assert {trial.status for trial in trials} == {Status.FINITE, Status.NONFINITE}
 
 
@@ -257,7 +281,7 @@ def test_the_demo_says_why_it_runs_each_cell() -> None:
     assert chosen[1].row == (1, 2, 1, 0) and chosen[1].kind is Kind.CONTROL
     whys = [choice.why for choice in chosen]
     assert "covers 2 untried levels" in whys
-    assert "tells apart batch_size=2 from attention=eager" in whys
+    assert any(re.fullmatch(r"tells apart batch_size=2 .*from .*attention=eager.*", why) for why in whys)
     assert any(why.startswith("checks batch_size=") for why in whys)
 
 
@@ -367,22 +391,22 @@ def test_repeats_asked_for_are_made() -> None:
 
 
 def test_of_cells_that_are_about_as_good_the_cheapest_is_run() -> None:
-    """A pair may be covered with one level of b or another; over many truths, cells with the cheap one are run more."""
+    """A pair may be covered with one level of f or another; over many truths, cells with the cheap one are run more."""
 
     def costly(row: Row) -> float:
-        return (1.0, 2.0, 8.0)[row[1]]
+        return (1.0, 2.0, 8.0)[row[5]]
 
     def total(cost: Callable[[Row], float] | None) -> float:
         chance, seconds = random.Random("costs"), 0.0
-        for _ in range(60):
-            planted = truth(GRIDS["2x3x2x3"], chance)
+        for _ in range(20):
+            planted = truth(GRIDS["2^4x3^4"], chance)
             evidence = Evidence(space_of(planted.sizes), Plan(strength=(2, 1)))
             while choices := next_choices(evidence, cost=cost):
                 evidence.add(Trial(choices[0].row, planted.ends(choices[0].row)))
                 seconds += costly(choices[0].row)
         return seconds
 
-    assert total(costly) < 0.97 * total(None)
+    assert total(costly) < 0.95 * total(None)
 
 
 def test_the_grid_in_order() -> None:

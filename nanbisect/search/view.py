@@ -12,7 +12,7 @@ from nanbisect.search.index import Bools, Floats, Ints, Pool
 from nanbisect.search.space import holds, within
 from nanbisect.search.values import Combination, Row
 
-ABOUT, COMPARED = 0.95, 64
+ABOUT, COMPARED = 0.8, 64
 """Rows with this share of the best score are about as good; the costs of so many are compared."""
 
 
