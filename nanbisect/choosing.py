@@ -281,4 +281,4 @@ def costs(space: Space, expected: Forecast | None) -> Callable[[Row], float] | N
     """Seconds that a row is expected to take; None before anything is known."""
     if expected is None:
         return None
-    return lambda row: expected(Cell(0, space.levels(row)))
+    return lambda row: float(f"{expected(Cell(0, space.levels(row))):.3g}")  # no choice may hang on rounding

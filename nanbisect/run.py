@@ -167,9 +167,14 @@ class Driver:
         made = ((name, outcome.attempt) for name, result in results.items() for outcome in result.attempts)
         self.search = Search(self.matrix, plan, imported_of(kept, plan, made), self.occasion.spend)
         self.store.write_search(search_json(self.search, ended=None))
-        if plan.strategy is not Strategy.GRID:
-            self.wanted = {name: dict.fromkeys(self._indexes(result), "") for name, result in results.items()}
-        return results
+        if plan.strategy is Strategy.GRID:
+            return results
+        self.wanted = {name: dict.fromkeys(self._indexes(result), "") for name, result in results.items()}
+        return dict(sorted(results.items(), key=lambda item: self._begun(item[1])))
+
+    def _begun(self, result: CellResult) -> int:
+        """When a cell was first started, in the order of starts."""
+        return min((self.order.get((result.cell.id, outcome.attempt), -1) for outcome in result.attempts), default=-1)
 
     def _indexes(self, result: CellResult) -> list[int]:
         """Which of the seeds a cell was run with."""
