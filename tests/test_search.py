@@ -306,6 +306,31 @@ def test_the_account_of_the_whole_grid_is_that_of_the_report() -> None:
     assert all(cause.exhaustive and cause.failed == 4 for cause in mine.causes)
 
 
+def test_when_everything_fails_no_cause_is_named_and_the_search_soon_stops() -> None:
+    _, result, trials = searched(SPACE, judge(()), Plan())
+    assert result.causes == () and len(result.open) == len(trials) <= 12 and not result.complete
+    assert result.claims == ("Every cell that was judged failed: nothing can be said of causes.",)
+    _, result, trials = searched(space_of((3,) * 12), judge(()), Plan())
+    assert result.causes == () and len(trials) <= 30
+
+
+def test_when_nothing_fails_what_was_looked_for_is_ruled_out() -> None:
+    _, result, trials = searched(NO_FLASH, judge(), Plan(strength=(2, 1)))
+    assert result.causes == () and len(trials) <= 10
+    assert (result.refuted, result.untestable, result.pending) == (39, 8, 0)
+
+
+def test_when_nothing_can_be_judged_the_search_soon_stops() -> None:
+    _, result, trials = searched(SPACE, lambda row: Status.FAILED, Plan())
+    assert result.causes == () and len(trials) <= 6 and result.untestable == 107
+
+
+@pytest.mark.parametrize("sizes", [(2,), (3,), (2, 2), (3, 2)])
+def test_small_matrices(sizes: tuple[int, ...]) -> None:
+    _, result, _ = searched(space_of(sizes), judge(((0, 1),)), Plan())
+    assert found(result) == [((0, 1),)] and result.complete and result.verified
+
+
 # First cause
 
 
