@@ -116,15 +116,15 @@ def _combinations(sizes: Sequence[int], t: int) -> list[Combination]:
 
 PIECES = [
     *(("2x3x2x3", piece, 250, (3, 2)) for piece in range(8)),
-    ("2x3x2x3", 8, 400, (2, 1)),
-    ("2x3x2x3", 9, 100, (3, 3)),
-    ("2x3x2x3", 10, 200, (1, 0)),
-    *(("2^4x3^4", piece, 50, (3, 2)) for piece in range(2)),
-    ("2^4x3^4", 2, 50, (2, 1)),
-    *(("3^8", piece, 40, (3, 2)) for piece in range(2)),
-    ("3^8", 2, 40, (2, 1)),
-    *(("2^12", piece, 50, (3, 2)) for piece in range(2)),
-    ("2^12", 2, 50, (2, 1)),
+    ("2x3x2x3", 8, 250, (2, 1)),
+    ("2x3x2x3", 9, 60, (3, 3)),
+    ("2x3x2x3", 10, 100, (1, 0)),
+    *(("2^4x3^4", piece, 40, (3, 2)) for piece in range(2)),
+    ("2^4x3^4", 2, 40, (2, 1)),
+    *(("3^8", piece, 25, (3, 2)) for piece in range(2)),
+    ("3^8", 2, 30, (2, 1)),
+    *(("2^12", piece, 35, (3, 2)) for piece in range(2)),
+    ("2^12", 2, 40, (2, 1)),
 ]
 
 
@@ -167,7 +167,7 @@ def test_four_causes_are_more_than_is_promised_and_none_of_three_factors_is_miss
         check_guarantee(planted, solve(planted, Plan())[1], (3, 2))
 
 
-@pytest.mark.parametrize(("grid", "count"), [("2x3x2x3", 300), ("2^4x3^4", 30)])
+@pytest.mark.parametrize(("grid", "count"), [("2x3x2x3", 200), ("2^4x3^4", 25)])
 def test_with_cells_unjudged_nothing_false_is_proved_and_nothing_is_passed_over(grid: str, count: int) -> None:
     """A cause that failed in every cell that holds it, with witnesses for every part, is one. A planted cause is
     reported, or what hides it is listed as untestable."""
@@ -304,6 +304,31 @@ def test_the_account_of_the_whole_grid_is_that_of_the_report() -> None:
         name: count for name, count in theirs.items() if name != "up_to_factors"
     }
     assert all(cause.exhaustive and cause.failed == 4 for cause in mine.causes)
+
+
+def test_when_everything_fails_no_cause_is_named_and_the_search_soon_stops() -> None:
+    _, result, trials = searched(SPACE, judge(()), Plan())
+    assert result.causes == () and len(result.open) == len(trials) <= 12 and not result.complete
+    assert result.claims == ("Every cell that was judged failed: nothing can be said of causes.",)
+    _, result, trials = searched(space_of((3,) * 12), judge(()), Plan())
+    assert result.causes == () and len(trials) <= 30
+
+
+def test_when_nothing_fails_what_was_looked_for_is_ruled_out() -> None:
+    _, result, trials = searched(NO_FLASH, judge(), Plan(strength=(2, 1)))
+    assert result.causes == () and len(trials) <= 10
+    assert (result.refuted, result.untestable, result.pending) == (39, 8, 0)
+
+
+def test_when_nothing_can_be_judged_the_search_soon_stops() -> None:
+    _, result, trials = searched(SPACE, lambda row: Status.FAILED, Plan())
+    assert result.causes == () and len(trials) <= 6 and result.untestable == 107
+
+
+@pytest.mark.parametrize("sizes", [(2,), (3,), (2, 2), (3, 2)])
+def test_small_matrices(sizes: tuple[int, ...]) -> None:
+    _, result, _ = searched(space_of(sizes), judge(((0, 1),)), Plan())
+    assert found(result) == [((0, 1),)] and result.complete and result.verified
 
 
 # First cause

@@ -30,6 +30,8 @@ def phases(strength: tuple[int, int]) -> list[tuple[int, int]]:
 
 def choose(reading: Reading, strength: tuple[int, int]) -> Choice | None:
     """The next cell, or None: nothing is left to run, but for what waits for cells under way."""
+    if reading.view.evidence.failing and not reading.view.evidence.finite:
+        return _contrast(reading.view, min(2, strength[0]))
     for suspicion in reading.open:
         choice = _isolate(reading.view, suspicion)
         if choice:
@@ -48,6 +50,15 @@ def _choice(view: View, row: Row, kind: Kind, why: str) -> Choice:
     if row in view.evidence.cells:
         why = words.repeats(view, row, why)
     return Choice(row, view.evidence.next_seed(row), kind, why)
+
+
+def _contrast(view: View, t: int) -> Choice | None:
+    """As long as every judged cell failed there is nothing to isolate: the row with most levels and pairs (up to `t`
+    of them) that were not seen failing. None once all were: nothing here makes a difference."""
+    unseen = (view.index.size <= t) & (view.evidence.bad == 0) & ~view.evidence.untestable() & ~view.hidden
+    gain = view.pool.sum(unseen)
+    best = view.pick(np.where(view.free, gain * (1 - view.risk), -1))
+    return None if best is None else _choice(view, view.pool.row(best), Kind.COVER, words.FINITE_WANTED)
 
 
 def _isolate(view: View, suspicion: Suspicion) -> Choice | None:

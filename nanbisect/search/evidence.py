@@ -44,7 +44,7 @@ class Evidence:
         self.seeds: dict[Row, set[int]] = {}
         self.numbers: dict[Row, Ints] = {}
         self.flaky = bool(plan.flaky)
-        self.spent = 0
+        self.spent = self.finite = 0
         self.pool = whole(space, self.index.order) if space.product <= MOST else Pool.empty(self.index)
 
     @classmethod
@@ -65,6 +65,7 @@ class Evidence:
         self.spent += not trial.imported
         if trial.status is Status.FINITE:
             ends.ok += 1
+            self.finite += 1
             self.ok[numbers] += 1
         elif trial.status is Status.NONFINITE:
             if not ends.bad:
@@ -92,7 +93,7 @@ class Evidence:
     @property
     def withdrawn(self) -> int:
         """So many finite attempts, without a failure, of a cell speak against all that the cell holds."""
-        return self.exposures + (math.ceil(math.log(100) / -math.log(1 - self.p) - 1e-9) if self.flaky else 0)
+        return self.exposures + (math.ceil(math.log(100) / -math.log(1 - self.p) - 1e-9) if self.p < 1 else 0)
 
     def untestable(self) -> Bools:
         """Combinations that were tried often enough and never judged."""

@@ -60,7 +60,7 @@ class Plan:
     @property
     def exposures(self) -> int:
         """So many finite attempts refute a combination that may fail now and then."""
-        return math.ceil(math.log(self.alpha) / math.log(1 - self.p_min) - 1e-9)
+        return 1 if self.p_min >= 1 else math.ceil(math.log(self.alpha) / math.log(1 - self.p_min) - 1e-9)
 
 
 @dataclass(frozen=True)
