@@ -481,6 +481,39 @@ def test_a_cause_of_more_factors_than_are_looked_for_is_found_where_it_fails() -
     assert result.causes[0].minimal and result.complete
 
 
+def test_whatever_the_cells_do_the_search_ends_and_its_account_adds_up() -> None:
+    """Random rules, random ends (also of repeated attempts), several slots, any strategy."""
+    chance = random.Random("anything")
+    for _ in range(120):
+        sizes = tuple(chance.randrange(2, 4) for _ in range(chance.randrange(1, 6)))
+        rules = [_rule(sizes, chance) for _ in range(chance.randrange(4))]
+        split = chance.randrange(len(rules) + 1)
+        space = Space(space_of(sizes).factors, exclude=tuple(rules[:split]), blocked=tuple(rules[split:]))
+        plan = Plan(
+            strategy=chance.choice([*Strategy]),
+            strength=(chance.randrange(1, 5), chance.randrange(3)),
+            flaky=chance.choice([None, None, False, True]),
+            repeats=chance.choice([1, 1, 2]),
+            budget=chance.choice([None, 15]),
+        )
+        chosen, result, _ = searched(space, _anything(chance), plan, free=3)
+        assert all(space.runnable(choice.row) for choice in chosen)
+        assert len({(choice.row, choice.seed) for choice in chosen}) == len(chosen)
+        legal = [row for row in rows_of(sizes).tolist() if space.legal(tuple(row))]
+        total = sum(any(holds(tuple(row), c) for row in legal) for c in _combinations(sizes, plan.strength[0]))
+        assert result.refuted + result.explained + result.untestable + result.pending == total
+
+
+def _anything(chance: random.Random) -> Judge:
+    weights = [chance.random() for _ in range(3)]
+    return lambda row: chance.choices([Status.FINITE, Status.NONFINITE, Status.FAILED], weights)[0]
+
+
+def _rule(sizes: Sequence[int], chance: random.Random) -> Combination:
+    factors = sorted(chance.sample(range(len(sizes)), min(len(sizes), chance.choice((1, 2, 2, 3)))))
+    return tuple((f, chance.randrange(sizes[f])) for f in factors)
+
+
 # Large grids, and time
 
 
