@@ -32,7 +32,7 @@ from nanbisect.search.values import (
     highest_share,
 )
 from tests.bench.planted import GRIDS, Truth, rows_of, space_of, table, truth
-from tests.bench.search import solve
+from tests.bench.search import solve, violations
 
 Judge = Callable[[Row], Status]
 
@@ -85,24 +85,8 @@ def found(account_: Account) -> list[Combination]:
 
 def check_guarantee(planted: Truth, account_: Account, strength: tuple[int, int]) -> None:
     """Its three parts and minimality, for a search that ran to its end with every cell judged."""
-    (t, u), reported = strength, found(account_)
-    claimed = table(planted.sizes, reported)
-    assert account_.complete and not account_.pending and not account_.untestable
-    for cause in planted.causes:
-        if len(cause) <= t:
-            assert any(within(one, cause) for one in reported) or claimed[table(planted.sizes, [cause])].all()
-    if distinct(planted.causes) <= u:
-        assert not (claimed & ~planted.fails).any(), "one is too broad"
-        if all(len(cause) <= t for cause in planted.causes):
-            assert planted.exact(reported)
-    for known in account_.causes:
-        assert known.minimal and known.checked == u
-        for part, witnesses in zip(known.levels, known.witnesses, strict=True):
-            rest = tuple(other for other in known.levels if other != part)
-            assert all(holds(row, rest) and not holds(row, known.levels) for row in witnesses)
-            assert all(planted.ends(row) is Status.FINITE for row in witnesses)
-    combinations = account_.refuted + account_.explained
-    assert combinations == len(_combinations(planted.sizes, t))
+    assert not list(violations(planted, account_, strength))
+    assert account_.refuted + account_.explained == len(_combinations(planted.sizes, strength[0]))
 
 
 def _combinations(sizes: Sequence[int], t: int) -> list[Combination]:
