@@ -32,7 +32,7 @@ from nanbisect.search.values import (
     highest_share,
 )
 from tests.bench.planted import GRIDS, Truth, rows_of, space_of, table, truth
-from tests.bench.search import solve
+from tests.bench.search import solve, violations
 
 Judge = Callable[[Row], Status]
 
@@ -85,24 +85,8 @@ def found(account_: Account) -> list[Combination]:
 
 def check_guarantee(planted: Truth, account_: Account, strength: tuple[int, int]) -> None:
     """Its three parts and minimality, for a search that ran to its end with every cell judged."""
-    (t, u), reported = strength, found(account_)
-    claimed = table(planted.sizes, reported)
-    assert account_.complete and not account_.pending and not account_.untestable
-    for cause in planted.causes:
-        if len(cause) <= t:
-            assert any(within(one, cause) for one in reported) or claimed[table(planted.sizes, [cause])].all()
-    if distinct(planted.causes) <= u:
-        assert not (claimed & ~planted.fails).any(), "one is too broad"
-        if all(len(cause) <= t for cause in planted.causes):
-            assert planted.exact(reported)
-    for known in account_.causes:
-        assert known.minimal and known.checked == u
-        for part, witnesses in zip(known.levels, known.witnesses, strict=True):
-            rest = tuple(other for other in known.levels if other != part)
-            assert all(holds(row, rest) and not holds(row, known.levels) for row in witnesses)
-            assert all(planted.ends(row) is Status.FINITE for row in witnesses)
-    combinations = account_.refuted + account_.explained
-    assert combinations == len(_combinations(planted.sizes, t))
+    assert not list(violations(planted, account_, strength))
+    assert account_.refuted + account_.explained == len(_combinations(planted.sizes, strength[0]))
 
 
 def _combinations(sizes: Sequence[int], t: int) -> list[Combination]:
@@ -479,6 +463,39 @@ def test_a_cause_of_more_factors_than_are_looked_for_is_found_where_it_fails() -
     _, result, _ = searched(space, judge(cause), Plan(), trials=[failing])
     assert found(result) == [cause]
     assert result.causes[0].minimal and result.complete
+
+
+def test_whatever_the_cells_do_the_search_ends_and_its_account_adds_up() -> None:
+    """Random rules, random ends (also of repeated attempts), several slots, any strategy."""
+    chance = random.Random("anything")
+    for _ in range(120):
+        sizes = tuple(chance.randrange(2, 4) for _ in range(chance.randrange(1, 6)))
+        rules = [_rule(sizes, chance) for _ in range(chance.randrange(4))]
+        split = chance.randrange(len(rules) + 1)
+        space = Space(space_of(sizes).factors, exclude=tuple(rules[:split]), blocked=tuple(rules[split:]))
+        plan = Plan(
+            strategy=chance.choice([*Strategy]),
+            strength=(chance.randrange(1, 5), chance.randrange(3)),
+            flaky=chance.choice([None, None, False, True]),
+            repeats=chance.choice([1, 1, 2]),
+            budget=chance.choice([None, 15]),
+        )
+        chosen, result, _ = searched(space, _anything(chance), plan, free=3)
+        assert all(space.runnable(choice.row) for choice in chosen)
+        assert len({(choice.row, choice.seed) for choice in chosen}) == len(chosen)
+        legal = [row for row in rows_of(sizes).tolist() if space.legal(tuple(row))]
+        total = sum(any(holds(tuple(row), c) for row in legal) for c in _combinations(sizes, plan.strength[0]))
+        assert result.refuted + result.explained + result.untestable + result.pending == total
+
+
+def _anything(chance: random.Random) -> Judge:
+    weights = [chance.random() for _ in range(3)]
+    return lambda row: chance.choices([Status.FINITE, Status.NONFINITE, Status.FAILED], weights)[0]
+
+
+def _rule(sizes: Sequence[int], chance: random.Random) -> Combination:
+    factors = sorted(chance.sample(range(len(sizes)), min(len(sizes), chance.choice((1, 2, 2, 3)))))
+    return tuple((f, chance.randrange(sizes[f])) for f in factors)
 
 
 # Large grids, and time

@@ -10,7 +10,7 @@ import numpy as np
 
 from nanbisect.outcome import Status
 from nanbisect.search.index import MOST, Bools, Floats, Index, Ints, Pool, index_of, whole
-from nanbisect.search.space import Space, holds
+from nanbisect.search.space import Space
 from nanbisect.search.values import Combination, Plan, Row, Trial
 
 GIVE_UP = 2
@@ -158,7 +158,3 @@ class Evidence:
     def clean(self) -> list[Row]:
         """Cells that ended finite, and never otherwise."""
         return [row for row, ends in self.cells.items() if ends.ok and not ends.bad]
-
-    def finite_with(self, combination: Combination) -> int:
-        """Finite attempts of cells that hold it."""
-        return sum(ends.ok for row, ends in self.cells.items() if ends.ok and holds(row, combination))
