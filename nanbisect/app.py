@@ -23,7 +23,7 @@ from nanbisect import watch as watching
 from nanbisect.attribution import attribute
 from nanbisect.cells import Cells
 from nanbisect.changes import narrowed, with_changes
-from nanbisect.choosing import SearchFlags, is_search, summary_of
+from nanbisect.choosing import Blocked, SearchFlags, is_search, kept_of, summary_of
 from nanbisect.environment.checkup import Checkup, examine, examine_matrix
 from nanbisect.errors import ExecutorError, StoreError, UsageError
 from nanbisect.events import CellStarted, Event
@@ -69,12 +69,13 @@ def run(
 ) -> int:
     """`nanbisect run`: the cells, then the report. Returns the exit code."""
     matrix = load(path, overrides)
-    plan, spend = flags.plan(matrix)
-    occasion = replace(occasion, plan=plan, spend=spend, finish=flags.finish)
+    flags.plan(matrix)  # a flag that can't be is said before anything is looked at
     _may_keep(matrix, occasion)
     trainer, executor, console = TRAINERS[matrix.trainer], LocalExecutor(warm=not occasion.cold), show.console_for()
     try:
         store = _to_resume(matrix, out, reports) if resume else None
+        plan, spend = flags.plan(matrix, store.search() if store else None)
+        occasion = replace(occasion, plan=plan, spend=spend, finish=flags.finish)
         console.print(LOOKING, style="dim")
         machine = driving.check_machine(matrix, trainer, executor, occasion)
         if store is not None:
@@ -400,14 +401,16 @@ def inputs_of(store: Store) -> RunInputs:
     """Everything a report needs, read from the run's files."""
     data = store.run()
     matrix, machine, occasion = driving.from_run_json(data)
-    cells, kept = Cells(matrix), store.search()
-    begun = _chosen(store, cells) if is_search(kept) else cells.every
+    cells = Cells(matrix)
+    kept = kept_of(store.search(), cells)
+    begun = store.cells(cells) if is_search(kept) else cells.every
     results = tuple(CellResult(cell, _ended(store.outcomes(cell))) for cell in begun)
     vocabulary = VOCABULARIES[matrix.trainer]
     vocabulary = replace(vocabulary, settings=settings_of(vocabulary, matrix.command, matrix.flags))
     neutral = frozenset(name for name, setting in vocabulary.settings.items() if setting.neutral)
     search = summary_of(matrix, machine.blocked, results, store.order(), kept) if is_search(kept) else None
-    searched = search.searched(lambda held: cells.count(held)) if search else None
+    searched = search.searched(cells.count) if search else None
+    results = (*_control(cells, begun, machine.blocked), *results)
     return RunInputs(
         matrix=matrix,
         results=results,
@@ -425,11 +428,13 @@ def inputs_of(store: Store) -> RunInputs:
     )
 
 
-def _chosen(store: Store, cells: Cells) -> tuple[Cell, ...]:
-    """The cells that a search has begun, and the control."""
-    begun, control = store.cells(cells), cells.matrix.baseline
-    there = cells.has(control) and not any(cell.levels == control for cell in begun)
-    return (*([cells.cell(control)] if there else []), *begun)
+def _control(cells: Cells, begun: Sequence[Cell], blocked: Blocked) -> Iterator[CellResult]:
+    """The baseline, where a search has not begun it: not run yet, or nothing that this machine can run."""
+    levels = cells.matrix.baseline
+    if cells.has(levels) and not any(cell.levels == levels for cell in begun):
+        control = cells.cell(levels)
+        reason = schedule.blocked_by(control, blocked)
+        yield CellResult(control, (Outcome(Status.UNSUPPORTED, reason),) if reason else ())
 
 
 def _ended(attempts: Sequence[Outcome]) -> tuple[Outcome, ...]:

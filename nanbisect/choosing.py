@@ -42,20 +42,24 @@ class SearchFlags:
     budget: str | None = None
     finish: bool = False
 
-    def plan(self, matrix: Matrix) -> tuple[Plan, float | None]:
-        """The plan, and for how many seconds cells may be started. Raises UsageError."""
-        strategy = self._strategy(matrix)
+    def plan(self, matrix: Matrix, before: Mapping[str, Any] | None = None) -> tuple[Plan, float | None]:
+        """The plan, and for how many seconds cells may be started. Raises UsageError.
+
+        `before` is what the folder of a run that goes on keeps of its search: as it was, it goes on, unless told
+        otherwise.
+        """
+        strategy, strength = self._strategy(matrix), strength_of(self.strength)
+        listed = matrix.combinations <= MOST_LISTED
+        if before is not None and (before or listed) and (self.strategy, self.strength) == (None, None):
+            kept = plan_from_json(before["plan"]) if before else Plan(Strategy.GRID)
+            strategy, strength = kept.strategy, kept.strength
         attempts, seconds = budget_of(self.budget)
-        strength = strength_of(self.strength)
         most = len(matrix.factors)
         strength = (min(strength[0], most), min(strength[1], most))
         return Plan(strategy, strength, attempts, repeats=matrix.repeat), seconds
 
     def _strategy(self, matrix: Matrix) -> Strategy:
-        if self.strategy is None:
-            cells = Cells(matrix).count()
-            return Strategy.GRID if cells <= SMALL and self.strength is None else Strategy.ADAPTIVE
-        strategy = Strategy(self.strategy)
+        strategy = Strategy(self.strategy) if self.strategy else None
         if strategy is Strategy.GRID and self.strength is not None:
             raise UsageError("--strength is for --strategy adaptive: the grid runs every cell\ntry: one of them")
         listed = matrix.combinations <= MOST_LISTED
@@ -65,7 +69,8 @@ class SearchFlags:
                 f"{what} is for up to {MOST_LISTED:,} combinations, and the matrix has {matrix.combinations:,}\n"
                 "try: --strategy adaptive, or fewer factors and levels"
             )
-        return strategy
+        small = listed and self.strength is None and Cells(matrix).count() <= SMALL
+        return strategy or (Strategy.GRID if small else Strategy.ADAPTIVE)
 
 
 def strength_of(text: str | None) -> tuple[int, int]:
@@ -235,6 +240,11 @@ def imported_of(kept: Mapping[str, Any], plan: Plan, made: Iterable[tuple[str, i
     return frozenset(made)
 
 
+def kept_of(written: Mapping[str, Any], cells: Cells) -> Mapping[str, Any]:
+    """What a run folder keeps of its search; of a run that died before it wrote that, what it would have written."""
+    return written if written or cells.listed else search_json(Search(cells.matrix, Plan()), ended=None)
+
+
 def is_search(kept: Mapping[str, Any]) -> bool:
     """Whether a search chose the cells of a run, by what its folder keeps; else all of them run, up to a budget."""
     return bool(kept) and plan_from_json(kept["plan"]).strategy is not Strategy.GRID
@@ -271,4 +281,4 @@ def costs(space: Space, expected: Forecast | None) -> Callable[[Row], float] | N
     """Seconds that a row is expected to take; None before anything is known."""
     if expected is None:
         return None
-    return lambda row: expected(Cell(0, space.levels(row)))
+    return lambda row: float(f"{expected(Cell(0, space.levels(row))):.3g}")  # no choice may hang on rounding

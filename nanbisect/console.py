@@ -311,10 +311,11 @@ def search_tables(matrix: Matrix, plan: Plan, choices: Sequence[tuple[Cell, str]
     strength = f", strength {','.join(map(str, plan.strength))}" if plan.strategy is Strategy.ADAPTIVE else ""
     yield Text(f"chosen by search ({plan.strategy.value}{strength}); first, as long as all of them are finite:")
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("order", "cell", *(factor.name for factor in matrix.factors), "why"):
+    for name in ("order", "cell", "why", "levels other than the baseline's"):
         table.add_column(name)
     for place, (cell, why) in enumerate(choices, start=1):
-        table.add_row(str(place), str(cell.number), *(cell.levels[factor.name] for factor in matrix.factors), why)
+        other = [f"{f.name}={cell.levels[f.name]}" for f in matrix.factors if cell.levels[f.name] != f.safe]
+        table.add_row(str(place), str(cell.number), Text(why), Text(" ".join(other)))
     yield table
 
 

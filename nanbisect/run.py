@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ from nanbisect.machine import (
 )
 from nanbisect.matrix import Cell, Matrix, run_order
 from nanbisect.outcome import KEPT, CellResult, Note, Outcome, Status
+from nanbisect.picking import default_folder, pick_cell
 from nanbisect.pool import Pool
 from nanbisect.search.space import Space
 from nanbisect.search.values import Choice, Kind, Strategy, Trial
@@ -171,9 +171,14 @@ class Driver:
         made = ((name, outcome.attempt) for name, result in results.items() for outcome in result.attempts)
         self.search = Search(self.matrix, plan, imported_of(kept, plan, made), self.occasion.spend)
         self.store.write_search(search_json(self.search, ended=None))
-        if plan.strategy is not Strategy.GRID:
-            self.wanted = {name: dict.fromkeys(self._indexes(result), "") for name, result in results.items()}
-        return results
+        if plan.strategy is Strategy.GRID:
+            return results
+        self.wanted = {name: dict.fromkeys(self._indexes(result), "") for name, result in results.items()}
+        return dict(sorted(results.items(), key=lambda item: self._begun(item[1])))
+
+    def _begun(self, result: CellResult) -> int:
+        """When a cell was first started, in the order of starts."""
+        return min((self.order.get((result.cell.id, outcome.attempt), -1) for outcome in result.attempts), default=-1)
 
     def _indexes(self, result: CellResult) -> list[int]:
         """Which of the seeds a cell was run with."""
@@ -463,8 +468,13 @@ class Driver:
             self.echo(LevelBlocked(outcome.blocked, outcome.reason))
         self._learn(entry.attempt.cell, entry.slots, outcome)
         self._tell(entry.attempt.cell, outcome, results)
-        if not self.occasion.cold and self.warm.due(entry.warm, outcome) and len(self._pending(results)) > 1:
+        if not self.occasion.cold and self.warm.due(entry.warm, outcome) and self._more_to_come(results):
             self._compare(entry, outcome)
+
+    def _more_to_come(self, results: Mapping[str, CellResult]) -> bool:
+        """Whether several attempts are left: those that wait, or whatever a search will ask for."""
+        searching = self.search is not None and self.search.plan.strategy is not Strategy.GRID and not self.search.done
+        return searching or len(self._pending(results)) > 1
 
     def _learn(self, cell: Cell, slots: tuple[str, ...], outcome: Outcome) -> None:
         """What an attempt says beyond its own end: of the inputs, of its GPU, and that a port was taken."""
@@ -528,6 +538,7 @@ class Driver:
     ) -> tuple[Outcome, ...]:
         """Further attempts of one cell, one after another, with these seeds."""
         self.echo, self.variant = listener, variant
+        self.order.update(self.store.order())
         outcomes = []
         with interruptible():
             for index, seed in enumerate(seeds, start=1):
@@ -615,47 +626,3 @@ def interruptible() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def pick_cell(cells: Sequence[Cell], text: str) -> Cell:
-    """A cell by its number or by any unambiguous part of its id. Raises UsageError."""
-    if text.isdigit():
-        found = [cell for cell in cells if cell.number == int(text)]
-        if not found:
-            raise UsageError(f"there is no cell {text}: cells go from 1 to {len(cells)}")
-        return found[0]
-    parts = [part.strip() for part in text.split(",") if "=" in part]
-    exact = [cell for cell in cells if cell.id == text]
-    by_parts = [cell for cell in cells if parts and set(_pairs(text)) <= set(cell.levels.items())]
-    found = exact or by_parts or [cell for cell in cells if text in cell.id]
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        raise UsageError(
-            f"no cell matches {text!r}\ntry: its number in the table, or a part of its id such as {cells[0].id}"
-        )
-    shown = "\n".join(f"  {cell.number}: {cell.id}" for cell in found[:12])
-    more = f"\n  and {len(found) - 12} more" if len(found) > 12 else ""
-    raise UsageError(f"{len(found)} cells match {text!r}\n{shown}{more}\ntry: a longer part, or the number")
-
-
-def _pairs(text: str) -> list[tuple[str, str]]:
-    """`a=1,8,b=2` as [("a", "1,8"), ("b", "2")]: a level may hold commas."""
-    pairs: list[tuple[str, str]] = []
-    for part in text.split(","):
-        name, sign, level = part.partition("=")
-        if sign:
-            pairs.append((name.strip(), level))
-        elif pairs:
-            pairs[-1] = (pairs[-1][0], f"{pairs[-1][1]},{part}")
-    return pairs
-
-
-def default_folder(matrix: Matrix, reports: Path) -> Path:
-    """`reports/<matrix>-<date>-<time>`, with a number if that is taken."""
-    base = reports / f"{matrix.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder, number = base, 1
-    while folder.exists():
-        number += 1
-        folder = base.with_name(f"{base.name}-{number}")
-    return folder

@@ -177,8 +177,9 @@ def level_costs(seconds: Sequence[tuple[Cell, float]]) -> Forecast:
     logs = [(cell, math.log(max(value, 1e-6))) for cell, value in seconds]
     common = fmean(value for _, value in logs)
     effects: dict[tuple[str, str], float] = {}
+    levels = sorted({item for cell, _ in logs for item in cell.levels.items()})  # the same sums in every process
     for _ in range(ROUNDS):
-        for level in {item for cell, _ in logs for item in cell.levels.items()}:
+        for level in levels:
             rest = [
                 value - common - sum(effects.get(item, 0.0) for item in cell.levels.items() if item != level)
                 for cell, value in logs

@@ -53,7 +53,7 @@ FLOORS = (
         ),
     ),
     ("executors", "gpus", "ports", "store", "trainers"),
-    ("machine", "pool", "warm_check", "choosing", "run", "tracing", "changes", "starting"),
+    ("machine", "pool", "warm_check", "choosing", "picking", "run", "tracing", "changes", "starting"),
     ("watch", "watch_trace", "environment"),
     ("console", "app", "cli", "__main__"),
 )

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,25 +17,31 @@ from hypothesis import strategies as st
 from nanbisect import app as application
 from nanbisect import cells as all_cells
 from nanbisect import console as show
-from nanbisect.attribution import Finding, Standing
-from nanbisect.choosing import SearchFlags, budget_of, strength_of
+from nanbisect import schedule
+from nanbisect.attribution import Finding, Standing, attribute
+from nanbisect.cells import Cells
+from nanbisect.choosing import SearchFlags, budget_of, costs, strength_of
 from nanbisect.errors import UsageError
 from nanbisect.events import CellEnded, CellStarted, Event, RunEnded, RunStarted
-from nanbisect.executors.base import Exit, Task
+from nanbisect.executors.base import Exit, Task, WarmStart
 from nanbisect.executors.scripted import Scripted, ScriptedExecutor
 from nanbisect.machine import run_json
-from nanbisect.matrix import Matrix
-from nanbisect.outcome import CellResult, Status
+from nanbisect.matrix import Cell, Matrix
+from nanbisect.outcome import CellResult, Outcome, Status
 from nanbisect.report.examples import next_steps
 from nanbisect.report.inputs import RunInputs
 from nanbisect.report.markdown import to_markdown
 from nanbisect.report.model import build
 from nanbisect.report.redact import Redactor
 from nanbisect.report.result import to_result
+from nanbisect.report.search import SearchSummary
 from nanbisect.run import Driver, Machine, Occasion, execute
-from nanbisect.search.values import Plan, Strategy
+from nanbisect.search.propose import account, propose
+from nanbisect.search.space import Space
+from nanbisect.search.values import Plan, Strategy, Trial
 from nanbisect.store import Store
 from nanbisect.tables import to_csv
+from nanbisect.trainers.base import Launch
 from tests import fakes
 
 NEVER = ("root cause", "safe to", "fixed")
@@ -224,7 +231,7 @@ def test_a_budget_of_attempts_counts_across_a_kill_and_not_what_was_there_before
     assert "Go on with the search" in next_steps(inputs, ())[-1].text
     more = driver_for(tmp_path / "r", plan=replace(QUICK, budget=5))
     assert len(go(more)) == 11
-    assert len(go(driver_for(tmp_path / "r"))) <= 16
+    assert len(go(driver_for(tmp_path / "r"))) < 36
     assert causes(read(tmp_path / "r"))[0][0] == {"batch_size": ("2", "8"), "attention": ("eager",)}
 
 
@@ -316,6 +323,23 @@ def test_a_large_grid_is_never_listed(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(UsageError, match="no cell matches 'f1=9'"):
         application.cell_of(Store(tmp_path / "r"), LARGE, "f1=9")
     assert time.perf_counter() - began < 30
+
+
+def test_a_large_run_that_died_at_its_birth_can_be_read_and_goes_on(tmp_path: Path) -> None:
+    """It had not written how its cells are chosen."""
+    driver_for(tmp_path / "r", large_fails, matrix=LARGE)
+    inputs = read(tmp_path / "r")
+    assert (inputs.attribution.finding, inputs.interrupted) == (Finding.NOTHING_JUDGED, True)
+    assert len(go(driver_for(tmp_path / "r", large_fails, matrix=LARGE, plan=replace(QUICK, budget=3)))) == 3
+
+
+def test_what_repeats_leave_possible_is_said(tmp_path: Path) -> None:
+    """0 of 3 with its bound; one attempt a cell has none to speak of."""
+    matrix = replace(fakes.matrix_of(a=("0", "1")), trainer="command", command=("train",), repeat=3)
+    go(driver_for(tmp_path / "r", lambda levels: False, matrix=matrix, plan=Plan(Strategy.GRID)))
+    assert "0 of 3 leaves up to 63 % of its attempts" in build(read(tmp_path / "r")).scope
+    go(driver_for(tmp_path / "one", lambda levels: False, plan=replace(QUICK, budget=3)))
+    assert "Clopper" not in build(read(tmp_path / "one")).scope
 
 
 def test_several_slots_are_kept_busy_and_never_exceeded(tmp_path: Path) -> None:
@@ -457,8 +481,128 @@ def test_small_matrices_run_whole_and_large_ones_by_search() -> None:
         Plan(Strategy.GRID, strength=(3, 2)), 7200,
     )  # fmt: skip
     assert SearchFlags(strategy="adaptive").plan(fakes.matrix_of(a=("0", "1")))[0].strength == (1, 1)
-    for flags in (SearchFlags(strategy="grid"), SearchFlags(strategy="adaptive", finish=True)):
+    for flags in (
+        SearchFlags(strategy="grid"),
+        SearchFlags(strategy="adaptive", finish=True),
+        SearchFlags(finish=True),
+    ):
         with pytest.raises(UsageError, match="up to 20,000 combinations, and the matrix has 177,147"):
             flags.plan(LARGE)
     with pytest.raises(UsageError, match="--strength is for"):
         SearchFlags(strategy="grid", strength="2").plan(DEMO)
+
+
+def test_a_run_goes_on_with_the_strategy_that_it_has(tmp_path: Path) -> None:
+    """A grid as a grid, a search as that search; unless told otherwise."""
+    larger = fakes.matrix_of(**{f"f{index}": ("0", "1") for index in range(7)})
+    go(driver_for(tmp_path / "r", plan=replace(QUICK, budget=3)))
+    kept = Store(tmp_path / "r").search()
+    assert SearchFlags().plan(DEMO, kept)[0] == QUICK
+    assert SearchFlags(budget="9").plan(DEMO, kept)[0] == replace(QUICK, budget=9)
+    assert SearchFlags(strategy="grid").plan(DEMO, kept)[0].strategy is Strategy.GRID
+    assert SearchFlags().plan(larger, {})[0].strategy is Strategy.GRID
+    assert SearchFlags(strength="2").plan(larger, {})[0] == QUICK
+    assert SearchFlags().plan(LARGE, {})[0] == Plan()
+
+
+# what may be called a cause
+
+
+def test_a_baseline_that_can_t_run_here_is_said_and_not_asked_for(tmp_path: Path) -> None:
+    """As in a grid: it was not judged, for that reason."""
+    machine = replace(fakes.MACHINE, blocked=(({"attention": "sdpa"}, "no such kernel"),))
+    driver = driver_for(tmp_path / "r", machine=machine)
+    results = go(driver)
+    assert all(result.cell.levels["attention"] != "sdpa" for result in results)
+    inputs = read(tmp_path / "r")
+    said = {caution.code: caution.text for caution in inputs.cautions}
+    assert "was not judged (unsupported)" in said["baseline_not_judged"]
+    assert "not_run" not in said
+    assert _json(inputs)["completeness"]["cells"] == len(results)
+
+
+def planted(random: Random) -> list[dict[str, str]]:
+    """One to three causes of one to three factors of `SHAPE`, none of them the baseline."""
+    while True:
+        found = []
+        for _ in range(random.choice((1, 1, 2, 3))):
+            factors = random.sample(SHAPE.factors, random.randint(1, 3))
+            found.append({factor.name: random.choice(factor.levels) for factor in factors})
+        if not holds_any(SHAPE.baseline, found):
+            return found
+
+
+def holds_any(levels: Levels, causes: list[dict[str, str]]) -> bool:
+    """Whether a cell holds one of these."""
+    return any(cause.items() <= levels.items() for cause in causes)
+
+
+SHAPE = fakes.matrix_of(a=("0", "1"), b=("0", "1", "2"), c=("0", "1"), d=("0", "1", "2"))
+
+
+def test_what_a_search_calls_a_cause_is_one_also_when_a_budget_ends_it() -> None:
+    """Of 160 truths, each at a random budget, in half of them a tenth of the cells not to be judged: under 2 % of
+    the causes are false, and none that is proved."""
+    random, cells, space = Random(6), Cells(SHAPE), Space.of(SHAPE)
+    wrong = named = 0
+    for _ in range(160):
+        truth, budget = planted(random), random.choice((8, 12, 16, 20, 36))
+        share = random.choice((0, 0.1))
+        lost = [cell.levels for cell in cells.every if random.random() < share]
+        plan, trials = Plan(strength=random.choice(((2, 1), (3, 2)))), list[Trial]()
+        while len(trials) < budget and (chosen := propose(space, trials, plan).choices):
+            levels = space.levels(chosen[0].row)
+            judged = Status.NONFINITE if holds_any(levels, truth) else Status.FINITE
+            trials.append(Trial(chosen[0].row, Status.OUT_OF_MEMORY if levels in lost else judged))
+        summary = SearchSummary(plan, account(space, trials, plan), space)
+        results = [CellResult(cells.cell(space.levels(t.row)), (Outcome(t.status, ""),)) for t in trials]
+        found = attribute(SHAPE.factors, results, searched=summary.searched(cells.count)).causes
+        for cause in [one for one in found if one.standing is not Standing.NOT_TOLD_APART]:
+            held = [c for c in cells.every if all(c.levels[n] in levels for n, levels in cause.levels.items())]
+            false = not all(holds_any(cell.levels, truth) for cell in held)
+            assert cause.matching == len(held)
+            assert not (false and cause.standing is Standing.PROVED)
+            wrong, named = wrong + false, named + 1
+    assert named > 100
+    assert wrong / named < 0.02
+
+
+class WarmTrainer(fakes.FakeTrainer):
+    """Whose command could start warm, as soon as one cell has shown that it may."""
+
+    def launch(self, matrix: Matrix, cell: Cell, *, seed: int, folder: Path) -> Launch:
+        """With a warm start."""
+        return replace(
+            super().launch(matrix, cell, seed=seed, folder=folder), warm=WarmStart("python", "script", ("train.py",))
+        )
+
+
+def test_a_command_may_start_warm_under_a_search_too(tmp_path: Path) -> None:
+    """The first judged cell is run both ways, though nothing waits behind it yet; the others start warm."""
+    driver = driver_for(tmp_path / "r")
+    driver.trainer = WarmTrainer()
+    results = go(driver)
+    assert isinstance(driver.executor, ScriptedExecutor)
+    starts = driver.executor.starts
+    assert len(starts) == len(results) + 1
+    assert starts[0].argv == starts[1].argv
+    assert starts[0].warm is None
+    assert all(task.warm is not None for task in starts[1:])
+
+
+def test_the_costs_that_a_search_hears_do_not_hang_on_the_order_of_sums() -> None:
+    """Else a run that was killed and resumed would choose among equals otherwise."""
+    cells, space, random = Cells(DEMO), Space.of(DEMO), Random(3)
+    results = [
+        CellResult(cell, (Outcome(Status.FINITE, "", train_seconds=random.random(), micro_batches=2),))
+        for cell in random.sample(cells.every, 20)
+    ]
+    work = {result.cell.id: 2.0 for result in results}
+    told = []
+    for _ in range(3):
+        random.shuffle(results)
+        cost = costs(space, schedule.forecast(results, work))
+        assert cost is not None
+        told.append([cost(space.row(cell.levels)) for cell in cells.every])
+    assert told[0] == told[1] == told[2]
+    assert len({*told[0]}) > 10

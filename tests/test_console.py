@@ -9,11 +9,12 @@ from rich.console import Console
 
 from nanbisect import console as show
 from nanbisect.attribution import attribute
-from nanbisect.events import CellEnded, CellStarted, LevelBlocked, RunEnded, RunStarted, SlotNoted
+from nanbisect.events import CellEnded, CellStarted, Event, LevelBlocked, RunEnded, RunStarted, SlotNoted
 from nanbisect.matrix import Factor, Matrix, expand
 from nanbisect.outcome import CellResult, Note, Outcome, Site, Status
 from nanbisect.report import words
 from nanbisect.report.model import RunInputs, build
+from nanbisect.search.values import Plan
 
 MATRIX = Matrix(
     name="m", trainer="sft", factors=(Factor("attention", ("sdpa", "eager")), Factor("batch_size", ("1", "8")))
@@ -137,3 +138,40 @@ def test_nothing_judged_says_why() -> None:
 def test_durations_read_like_a_person_says_them() -> None:
     """Seconds, minutes, hours."""
     assert [words.duration(seconds) for seconds in (0.4, 45, 200, 7500)] == ["0 s", "45 s", "3 min 20 s", "2 h 5 min"]
+
+
+def test_a_search_says_what_it_runs_next_and_why() -> None:
+    """Plain and live: no total, for the search says when it is enough; a reason for every cell; why it ended."""
+    console, lively = Console(file=io.StringIO(), width=160), show.Lively(MATRIX)
+    plain = show.Plain(console, MATRIX)
+    events: list[Event] = [
+        RunStarted("reports/m", CELLS[:1], kept=1, search="adaptive 3,2", of=1296),
+        CellStarted(CELLS[1], 1, "cpu0", "covers 41 untried pairs"),
+        CellEnded(CELLS[1], BAD, 2, None, left=None),
+        CellStarted(CELLS[2], 1, "cpu0", "tells apart attention=eager from batch_size=8"),
+    ]
+    for event in events:
+        plain(event)
+        lively(event)
+    live = recording(160)
+    live.print(lively)
+    plain(RunEnded("reports/m", interrupted=False, why="the search is complete at strength 3,2"))
+    lines = told(console).splitlines()
+    assert lines[0] == "m: 1,296 cells, chosen by search: adaptive 3,2, 1 done before; run folder reports/m"
+    assert lines[1] == "next, cell 2: covers 41 untried pairs"
+    assert lines[2].startswith("[2] nonfinite   attention=sdpa batch_size=8")
+    assert lines[-1] == "the run ended: the search is complete at strength 3,2"
+    shown = told(live)
+    assert "tells apart attention=eager from batch_size=8" in shown
+    assert "2 cells run, of 1,296" in shown
+
+
+def test_the_plan_of_a_search_shows_the_first_cells_and_why() -> None:
+    """The levels that are not the baseline's, so that many factors fit."""
+    console = Console(file=io.StringIO(), width=120)
+    first = [(CELLS[0], "control"), (CELLS[3], "covers 2 pairs")]
+    for part in show.search_tables(MATRIX, Plan(strength=(2, 1)), first):
+        console.print(part)
+    lines = [line.split() for line in told(console).splitlines()]
+    assert " ".join(lines[0]).startswith("chosen by search (adaptive, strength 2,1)")
+    assert lines[-2:] == [["1", "1", "control"], ["2", "4", "covers", "2", "pairs", "attention=eager", "batch_size=8"]]

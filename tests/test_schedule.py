@@ -54,6 +54,14 @@ def test_repeats_run_until_there_are_enough_and_running_cells_wait() -> None:
     assert [(attempt.cell.number, attempt.index) for attempt in todo] == [(1, 2)]
 
 
+def test_a_search_says_with_which_seeds_each_cell_is_run() -> None:
+    """Those it wants and no others; a cell that it does not name not at all."""
+    results = [result(1, Status.FINITE), result(2), result(3)]
+    wanted = {results[0].cell.id: [1, 3], results[1].cell.id: [2]}
+    todo = schedule.pending(results, seeds=[0, 1, 2], wanted=wanted)
+    assert [(attempt.cell.number, attempt.index) for attempt in todo] == [(1, 3), (2, 2)]
+
+
 def test_a_rerun_does_not_use_up_a_seed() -> None:
     """Attempts are missing by their seeds, not by their number; what a rerun judged is judged."""
     again = result(1, Status.FINITE, Status.FINITE)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 
 from nanbisect.attribution import Standing, attribute
@@ -26,10 +28,11 @@ from nanbisect.search.values import (
     Row,
     Strategy,
     Trial,
+    distinct,
     highest_share,
 )
 from tests.bench.planted import GRIDS, Truth, rows_of, space_of, table, truth
-from tests.bench.search import solve
+from tests.bench.search import solve, violations
 
 Judge = Callable[[Row], Status]
 
@@ -82,24 +85,8 @@ def found(account_: Account) -> list[Combination]:
 
 def check_guarantee(planted: Truth, account_: Account, strength: tuple[int, int]) -> None:
     """Its three parts and minimality, for a search that ran to its end with every cell judged."""
-    (t, u), reported = strength, found(account_)
-    claimed = table(planted.sizes, reported)
-    assert account_.complete and not account_.pending and not account_.untestable
-    for cause in planted.causes:
-        if len(cause) <= t:
-            assert any(within(one, cause) for one in reported) or claimed[table(planted.sizes, [cause])].all()
-    if len(planted.causes) <= u:
-        assert not (claimed & ~planted.fails).any(), "one is too broad"
-        if all(len(cause) <= t for cause in planted.causes):
-            assert planted.exact(reported)
-    for known in account_.causes:
-        assert known.minimal and known.checked == u
-        for part, witnesses in zip(known.levels, known.witnesses, strict=True):
-            rest = tuple(other for other in known.levels if other != part)
-            assert all(holds(row, rest) and not holds(row, known.levels) for row in witnesses)
-            assert all(planted.ends(row) is Status.FINITE for row in witnesses)
-    combinations = account_.refuted + account_.explained
-    assert combinations == len(_combinations(planted.sizes, t))
+    assert not list(violations(planted, account_, strength))
+    assert account_.refuted + account_.explained == len(_combinations(planted.sizes, strength[0]))
 
 
 def _combinations(sizes: Sequence[int], t: int) -> list[Combination]:
@@ -113,15 +100,15 @@ def _combinations(sizes: Sequence[int], t: int) -> list[Combination]:
 
 PIECES = [
     *(("2x3x2x3", piece, 250, (3, 2)) for piece in range(8)),
-    ("2x3x2x3", 8, 400, (2, 1)),
-    ("2x3x2x3", 9, 100, (3, 3)),
-    ("2x3x2x3", 10, 200, (1, 0)),
-    *(("2^4x3^4", piece, 50, (3, 2)) for piece in range(2)),
-    ("2^4x3^4", 2, 50, (2, 1)),
-    *(("3^8", piece, 40, (3, 2)) for piece in range(2)),
-    ("3^8", 2, 40, (2, 1)),
-    *(("2^12", piece, 50, (3, 2)) for piece in range(2)),
-    ("2^12", 2, 50, (2, 1)),
+    ("2x3x2x3", 8, 250, (2, 1)),
+    ("2x3x2x3", 9, 60, (3, 3)),
+    ("2x3x2x3", 10, 100, (1, 0)),
+    *(("2^4x3^4", piece, 40, (3, 2)) for piece in range(2)),
+    ("2^4x3^4", 2, 40, (2, 1)),
+    *(("3^8", piece, 25, (3, 2)) for piece in range(2)),
+    ("3^8", 2, 30, (2, 1)),
+    *(("2^12", piece, 35, (3, 2)) for piece in range(2)),
+    ("2^12", 2, 40, (2, 1)),
 ]
 
 
@@ -133,7 +120,28 @@ def test_the_guarantee_holds_for_random_truths(grid: str, piece: int, count: int
         planted = truth(GRIDS[grid], chance)
         evidence, account_ = solve(planted, Plan(strength=strength))
         check_guarantee(planted, account_, strength)
-        assert evidence.spent == account_.cells == account_.attempts < len(planted.fails)
+        assert evidence.spent == account_.cells == account_.attempts <= len(planted.fails)
+
+
+def test_levels_that_act_alike_count_as_one_cause() -> None:
+    """Three minimal combinations, of which two differ in one level: with u = 2 none may come out too broad."""
+    chance, sizes, checked = random.Random("alike"), (2, 3, 2, 3), 0
+    while checked < 150:
+        base = tuple(
+            (f, chance.randrange(sizes[f])) for f in sorted(chance.sample((0, 2, 3), chance.choice((0, 1, 2))))
+        )
+        other = tuple(
+            (f, chance.randrange(sizes[f])) for f in sorted(chance.sample(range(4), chance.choice((1, 2, 3))))
+        )
+        causes = (*(tuple(sorted((*base, (1, at)))) for at in (1, 2)), other)
+        fails = table(sizes, causes)
+        if fails[0] or any(within(one, two) for one, two in itertools.permutations(causes, 2)):
+            continue
+        failing = tuple(rows_of(sizes)[chance.choice(list(np.flatnonzero(fails)))].tolist())
+        planted = Truth(sizes, causes, fails, np.zeros(len(fails), bool), failing)
+        assert distinct(causes) <= 2
+        check_guarantee(planted, solve(planted, Plan())[1], (3, 2))
+        checked += 1
 
 
 def test_four_causes_are_more_than_is_promised_and_none_of_three_factors_is_missed() -> None:
@@ -143,7 +151,7 @@ def test_four_causes_are_more_than_is_promised_and_none_of_three_factors_is_miss
         check_guarantee(planted, solve(planted, Plan())[1], (3, 2))
 
 
-@pytest.mark.parametrize(("grid", "count"), [("2x3x2x3", 300), ("2^4x3^4", 30)])
+@pytest.mark.parametrize(("grid", "count"), [("2x3x2x3", 200), ("2^4x3^4", 25)])
 def test_with_cells_unjudged_nothing_false_is_proved_and_nothing_is_passed_over(grid: str, count: int) -> None:
     """A cause that failed in every cell that holds it, with witnesses for every part, is one. A planted cause is
     reported, or what hides it is listed as untestable."""
@@ -247,7 +255,7 @@ def test_the_demo_is_solved_at_pairs_by_a_few_cells() -> None:
     assert len(chosen) <= 16 and result.cells == len(chosen)
     assert result.distinct == 1 and result.verified and not result.complete
     assert (result.pending, result.untestable) == (0, 8)
-    assert all(cause.minimal and not cause.exhaustive for cause in result.causes)
+    assert all(cause.minimal and cause.checked == 1 for cause in result.causes)
     assert {trial.status for trial in trials} == {Status.FINITE, Status.NONFINITE}
 
 
@@ -257,15 +265,15 @@ def test_the_demo_says_why_it_runs_each_cell() -> None:
     assert chosen[1].row == (1, 2, 1, 0) and chosen[1].kind is Kind.CONTROL
     whys = [choice.why for choice in chosen]
     assert "covers 2 untried levels" in whys
-    assert "tells apart batch_size=2 from attention=eager" in whys
+    assert any(re.fullmatch(r"tells apart batch_size=2 .*from .*attention=eager.*", why) for why in whys)
     assert any(why.startswith("checks batch_size=") for why in whys)
 
 
 def test_cells_that_are_never_judged_are_not_chased() -> None:
-    """FlashAttention is not known to be missing: a few cells tell, the rest is listed."""
+    """FlashAttention is not known to be missing: three cells tell, the rest is listed."""
     _, result, trials = searched(SPACE, demo, Plan(strength=(2, 1)))
     assert found(result) == [((1, 1), (3, 1)), ((1, 2), (3, 1))]
-    assert sum(trial.status is Status.UNSUPPORTED for trial in trials) <= 7
+    assert sum(trial.status is Status.UNSUPPORTED for trial in trials) <= 3
     assert (result.pending, result.untestable) == (0, 8)
     assert ((3, 2),) in result.samples
     assert "8 not testable here" in result.claims[0]
@@ -280,6 +288,31 @@ def test_the_account_of_the_whole_grid_is_that_of_the_report() -> None:
         name: count for name, count in theirs.items() if name != "up_to_factors"
     }
     assert all(cause.exhaustive and cause.failed == 4 for cause in mine.causes)
+
+
+def test_when_everything_fails_no_cause_is_named_and_the_search_soon_stops() -> None:
+    _, result, trials = searched(SPACE, judge(()), Plan())
+    assert result.causes == () and len(result.open) == len(trials) <= 12 and not result.complete
+    assert result.claims == ("Every cell that was judged failed: nothing can be said of causes.",)
+    _, result, trials = searched(space_of((3,) * 12), judge(()), Plan())
+    assert result.causes == () and len(trials) <= 30
+
+
+def test_when_nothing_fails_what_was_looked_for_is_ruled_out() -> None:
+    _, result, trials = searched(NO_FLASH, judge(), Plan(strength=(2, 1)))
+    assert result.causes == () and len(trials) <= 10
+    assert (result.refuted, result.untestable, result.pending) == (39, 8, 0)
+
+
+def test_when_nothing_can_be_judged_the_search_soon_stops() -> None:
+    _, result, trials = searched(SPACE, lambda row: Status.FAILED, Plan())
+    assert result.causes == () and len(trials) <= 6 and result.untestable == 107
+
+
+@pytest.mark.parametrize("sizes", [(2,), (3,), (2, 2), (3, 2)])
+def test_small_matrices(sizes: tuple[int, ...]) -> None:
+    _, result, _ = searched(space_of(sizes), judge(((0, 1),)), Plan())
+    assert found(result) == [((0, 1),)] and result.complete and result.verified
 
 
 # First cause
@@ -367,18 +400,22 @@ def test_repeats_asked_for_are_made() -> None:
 
 
 def test_of_cells_that_are_about_as_good_the_cheapest_is_run() -> None:
-    """A pair may be covered with batch size 1 or 8; the small one is cheaper."""
+    """A pair may be covered with one level of f or another; over many truths, cells with the cheap one are run more."""
 
     def costly(row: Row) -> float:
-        return (1.0, 2.0, 8.0)[row[1]]
+        return (1.0, 2.0, 8.0)[row[5]]
 
     def total(cost: Callable[[Row], float] | None) -> float:
-        trials: list[Trial] = []
-        while choices := propose(NO_FLASH, trials, Plan(strength=(2, 1)), cost=cost).choices:
-            trials += [Trial(choice.row, demo(choice.row)) for choice in choices]
-        return sum(costly(trial.row) for trial in trials)
+        chance, seconds = random.Random("costs"), 0.0
+        for _ in range(20):
+            planted = truth(GRIDS["2^4x3^4"], chance)
+            evidence = Evidence(space_of(planted.sizes), Plan(strength=(2, 1)))
+            while choices := next_choices(evidence, cost=cost):
+                evidence.add(Trial(choices[0].row, planted.ends(choices[0].row)))
+                seconds += costly(choices[0].row)
+        return seconds
 
-    assert total(costly) < total(None)
+    assert total(costly) < 0.95 * total(None)
 
 
 def test_the_grid_in_order() -> None:
@@ -428,6 +465,39 @@ def test_a_cause_of_more_factors_than_are_looked_for_is_found_where_it_fails() -
     assert result.causes[0].minimal and result.complete
 
 
+def test_whatever_the_cells_do_the_search_ends_and_its_account_adds_up() -> None:
+    """Random rules, random ends (also of repeated attempts), several slots, any strategy."""
+    chance = random.Random("anything")
+    for _ in range(120):
+        sizes = tuple(chance.randrange(2, 4) for _ in range(chance.randrange(1, 6)))
+        rules = [_rule(sizes, chance) for _ in range(chance.randrange(4))]
+        split = chance.randrange(len(rules) + 1)
+        space = Space(space_of(sizes).factors, exclude=tuple(rules[:split]), blocked=tuple(rules[split:]))
+        plan = Plan(
+            strategy=chance.choice([*Strategy]),
+            strength=(chance.randrange(1, 5), chance.randrange(3)),
+            flaky=chance.choice([None, None, False, True]),
+            repeats=chance.choice([1, 1, 2]),
+            budget=chance.choice([None, 15]),
+        )
+        chosen, result, _ = searched(space, _anything(chance), plan, free=3)
+        assert all(space.runnable(choice.row) for choice in chosen)
+        assert len({(choice.row, choice.seed) for choice in chosen}) == len(chosen)
+        legal = [row for row in rows_of(sizes).tolist() if space.legal(tuple(row))]
+        total = sum(any(holds(tuple(row), c) for row in legal) for c in _combinations(sizes, plan.strength[0]))
+        assert result.refuted + result.explained + result.untestable + result.pending == total
+
+
+def _anything(chance: random.Random) -> Judge:
+    weights = [chance.random() for _ in range(3)]
+    return lambda row: chance.choices([Status.FINITE, Status.NONFINITE, Status.FAILED], weights)[0]
+
+
+def _rule(sizes: Sequence[int], chance: random.Random) -> Combination:
+    factors = sorted(chance.sample(range(len(sizes)), min(len(sizes), chance.choice((1, 2, 2, 3)))))
+    return tuple((f, chance.randrange(sizes[f])) for f in factors)
+
+
 # Large grids, and time
 
 
@@ -469,8 +539,11 @@ def _product(sizes: Sequence[int], combination: Combination) -> int:
 def test_excluded_and_blocked_cells_of_a_large_grid_are_left_alone() -> None:
     factors = space_of((2,) * 16).factors
     space = Space(factors, exclude=(((0, 1), (1, 1)),), blocked=(((2, 1),),))
-    chosen, result, _ = searched(space, judge(((3, 1), (4, 1))), Plan(strength=(2, 1)))
-    assert all(space.runnable(choice.row) for choice in chosen)
+    evidence, ends = Evidence(space, Plan(strength=(2, 1))), judge(((3, 1), (4, 1)))
+    while choices := next_choices(evidence):
+        assert space.runnable(choices[0].row)
+        evidence.add(Trial(choices[0].row, ends(choices[0].row)))
+    result = account_now(evidence)
     assert found(result) == [((3, 1), (4, 1))]
     assert result.pending == 0 and result.untestable == 31  # the blocked level, alone and in pairs
 

@@ -92,7 +92,10 @@ class _Page:
         if len(head.encode()) > SMALL:
             return self.text("The grid is too wide for this page; see results.csv.")
         text = f"{head}\n{lines}\n\n{note}"
-        return _folded(f"The grid of {counted(grid.cells, 'cell')}", text) if grid.cells > FOLDED_FROM else text
+        title = (
+            "The grid, where cells were run" if self.report.account else f"The grid of {counted(grid.cells, 'cell')}"
+        )
+        return _folded(title, text) if grid.cells > FOLDED_FROM else text
 
     def causes(self) -> str:
         """Every cause with its evidence, and what made no difference."""

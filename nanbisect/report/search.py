@@ -61,16 +61,17 @@ class SearchSummary:
         if self.plan.strategy is Strategy.ADAPTIVE:
             how += f", strength {','.join(map(str, self.plan.strength))}"
         ended = f"The run ended because {self.ended}." if self.ended else "The search did not come to its end."
-        many = f"{known.cells:,} of {counted(known.of_cells, 'cell')} {was(known.cells)} run"
+        many = f"{known.cells:,} of {known.of_cells:,} cells {was(known.cells)} run"
         yield f"{many}, those that the search asked for ({how}). {ended}"
         yield (
             f"Of all combinations of up to {counted(known.up_to, 'level')}, {known.refuted:,} are refuted by a finite "
             f"cell, {known.explained:,} explained by a cause, {known.untestable:,} untestable, {known.pending:,} "
             "pending."
         )
-        if known.samples:
-            words = listed([self._words(sample) for sample in known.samples[:SHOWN]], SHOWN)
-            yield f"Untestable or pending are {'for example ' if self._more else ''}{words}."
+        least = [one for one in known.samples if not any({*other} < {*one} for other in known.samples)]
+        if least:
+            words = listed([self._words(one) for one in least[:SHOWN]], SHOWN)
+            yield f"Untestable or pending {'are, for example,' if len(least) > 1 else 'is'} {words}, and what holds it."
         yield from known.claims
         yield from (f"Condition: {text[:1].lower()}{text[1:]}" for text in known.conditions)
         if known.bound is not None:
@@ -78,10 +79,6 @@ class SearchSummary:
                 f"What is called refuted was finite in {counted(known.exposures, 'attempt')} or more and failed in "
                 f"none; up to {100 * known.bound:.0f} % of its attempts may still fail (Clopper-Pearson, 95 %)."
             )
-
-    @property
-    def _more(self) -> bool:
-        return self.account.untestable + self.account.pending > len(self.account.samples[:SHOWN])
 
     def _words(self, combination: Combination) -> str:
         return " with ".join(code(f"{name}={level}") for name, level in self.space.named(combination).items())
@@ -91,7 +88,7 @@ class SearchSummary:
         return tuple(
             Caution(
                 "not_judged",
-                f"{one.cells:,} of {counted(self.account.of_cells, 'cell')} can't run here: "
+                f"{one.cells:,} of {self.account.of_cells:,} cells can't run here: "
                 f"{listed([f'{name}={level}' for name, level in one.levels.items()])}: "
                 f"{clip(one_line(one.reason), LONGEST).rstrip('.')}.",
                 ADVICE[Status.UNSUPPORTED],

@@ -16,7 +16,7 @@ from nanbisect.report.inputs import NOT_RUN, RunInputs, holds
 from nanbisect.report.places import loaded_bad, surfaces
 from nanbisect.report.search import SearchSummary
 from nanbisect.report.words import clip, code, combination, counted, kinds, one_line, status_words, was
-from nanbisect.search.values import Strategy
+from nanbisect.search.values import Strategy, highest_share
 
 SHOWN_CAUSES = 3
 SHOWN_RIVALS = 4
@@ -40,7 +40,19 @@ def scope(inputs: RunInputs) -> str:
     )
     rest = f"; {listed(others)}" if others else ""
     excluded = f" The matrix excludes {counted(inputs.excluded, 'more combination')}." if inputs.excluded else ""
-    return f"{text}{rest}.{excluded}"
+    return f"{text}{rest}.{excluded}{_may_hide(inputs)}"
+
+
+def _may_hide(inputs: RunInputs) -> str:
+    """What repeats that were all finite leave possible. A seed that is repeated is no further evidence."""
+    seeds = [{o.seed for o in result.attempts if o.judged} for result in inputs.finite]
+    fewest = min(map(len, seeds), default=0)
+    if fewest < 2:
+        return ""
+    return (
+        f" Every finite cell was finite with {fewest} seeds or more: 0 of {fewest} leaves up to "
+        f"{100 * highest_share(fewest):.0f} % of its attempts that may fail (Clopper-Pearson, 95 %)."
+    )
 
 
 def _many(cells: int) -> str:

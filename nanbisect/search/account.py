@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -42,7 +43,7 @@ def account_of(view: View, unsettled: Sequence[Row], vague: Sequence[Combination
         exposures=evidence.exposures,
         bound=highest_share(fewest) if fewest and evidence.flaky else None,
     )
-    return words.told(counted, evidence.plan)
+    return words.told(counted, evidence.plan, last=t >= len(view.index.sizes))
 
 
 def _order(claim: Combination) -> tuple[int, Combination]:
@@ -79,7 +80,8 @@ def _fates(view: View, t: int) -> tuple[dict[str, int], tuple[Combination, ...]]
 def _fate(view: View, combination: Combination, hopeless: bool) -> str:
     """Of a combination that is not refuted and holds no claim.
 
-    Explained: every cell that holds it holds a claim. Untestable: those that do not ended unjudged, or can't run.
+    Explained: every cell that holds it holds a claim. Untestable: those that do not ended unjudged, can't run,
+    or are left alone.
     """
     space = view.evidence.space
     if view.claims and space.completion(combination, [*space.exclude, *view.claims]) is None:
@@ -87,8 +89,8 @@ def _fate(view: View, combination: Combination, hopeless: bool) -> str:
     if hopeless:
         return "untestable"
     ended = [tuple(enumerate(row)) for row in view.evidence.unjudged if holds(row, combination)]
-    tried = space.blocked or ended
-    if tried and space.completion(combination, [*space.rules, *view.claims, *ended]) is None:
+    tried = space.blocked or view.barred or ended
+    if tried and space.completion(combination, [*view.rules, *view.claims, *ended]) is None:
         return "untestable"
     return "pending"
 
@@ -99,7 +101,7 @@ def _known(view: View, claim: Combination, u: int, apart: bool) -> Known:
     held = [(row, ends) for row, ends in evidence.cells.items() if holds(row, claim)]
     judged = [row for row, ends in held if ends.ok or ends.bad]
     index = view.index
-    return Known(
+    known = Known(
         levels=claim,
         matching=evidence.space.count(claim),
         failed=sum(ends.bad > 0 for _, ends in held),
@@ -107,15 +109,18 @@ def _known(view: View, claim: Combination, u: int, apart: bool) -> Known:
         witnesses=tuple(_witnesses(evidence, claim, part) for part in claim),
         checked=_checked(view, claim, u),
         untestable=tuple(index.combination(n) for n in _untestable(view, claim, u)),
-        unseen=tuple(
-            (f, at)
-            for f, size in enumerate(index.sizes)
-            for at in range(size)
-            if all(f != inside for inside, _ in claim)
-            and not any(row[f] == at for row in judged)
-            and evidence.space.completion(tuple(sorted((*claim, (f, at)))), evidence.space.exclude) is not None
-        ),
-        told_apart=apart,
+        unseen=_unseen(view, claim, judged),
+    )
+    return replace(known, told_apart=apart or (known.exhaustive and known.minimal))
+
+
+def _unseen(view: View, claim: Combination, judged: Sequence[Row]) -> Combination:
+    """The levels of other factors that some cell of the matrix has with the claim, but none that was judged."""
+    space, inside = view.evidence.space, {f for f, _ in claim}
+    levels = ((f, at) for f, size in enumerate(view.index.sizes) if f not in inside for at in range(size))
+    unseen = (level for level in levels if not any(row[level[0]] == level[1] for row in judged))
+    return tuple(
+        level for level in unseen if space.completion(tuple(sorted((*claim, level))), space.exclude) is not None
     )
 
 
@@ -139,7 +144,7 @@ def _possible(view: View, claim: Combination, number: int) -> bool:
     space = view.evidence.space
     both = tuple(sorted((*claim, *view.index.combination(number))))
     ended = [tuple(enumerate(row)) for row in view.evidence.unjudged if holds(row, both)]
-    return space.completion(both, [*space.rules, *ended]) is not None
+    return space.completion(both, [*view.rules, *ended]) is not None
 
 
 def _untestable(view: View, claim: Combination, u: int) -> list[int]:

@@ -69,7 +69,7 @@ def _covering(reading: Reading, t: int, draw: np.random.Generator) -> Iterator[R
     """Rows without a claim that hold something of which nothing is known, small combinations first."""
     view = reading.view
     open_ = view.unsettled(t) & ~view.hidden
-    barred = [*view.claims, *view.evidence.space.rules]
+    barred = [*view.claims, *view.rules]
     for size in range(1, t + 1):
         for number in _spread(np.flatnonzero(open_ & (view.index.size == size)).tolist(), draw):
             yield _completed(reading, view.index.combination(number), barred, draw)
@@ -86,12 +86,13 @@ def _completed(
 
 def _crossing(reading: Reading, draw: np.random.Generator) -> Iterator[Row]:
     """Each open failing cell, crossed with finite cells and with drawn ones."""
-    clean = reading.view.evidence.clean()
+    clean, sizes = reading.view.evidence.clean(), reading.view.index.sizes
     for suspicion in reading.open:
-        for turn in range(4 * EACH):
-            other = clean[turn % len(clean)] if clean and turn % 2 else _drawn(reading, draw)
-            mask = draw.random(len(other)) < draw.choice([0.25, 0.5, 0.75])
-            yield tuple(a if keep else b for a, b, keep in zip(suspicion.cell, other, mask, strict=True))
+        others = draw.integers(sizes, size=(2 * EACH, len(sizes)))
+        if clean:
+            others[::2] = [clean[at % len(clean)] for at in range(EACH)]
+        keep = draw.random(others.shape) < draw.choice([0.25, 0.5, 0.75], size=(len(others), 1))
+        yield from map(tuple, np.where(keep, suspicion.cell, others).tolist())
 
 
 def _verifying(reading: Reading, claim: Combination, u: int, draw: np.random.Generator) -> Iterator[Row | None]:
@@ -105,4 +106,4 @@ def _verifying(reading: Reading, claim: Combination, u: int, draw: np.random.Gen
         for need, barred in ((own, others), (loose, ())):
             for number in _spread(np.flatnonzero(need & ~view.hidden).tolist(), draw):
                 both = tuple(sorted((*claim, *view.index.combination(number))))
-                yield _completed(reading, both, [*barred, *view.evidence.space.rules], draw)
+                yield _completed(reading, both, [*barred, *view.rules], draw)

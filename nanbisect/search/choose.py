@@ -9,12 +9,15 @@ from __future__ import annotations
 import numpy as np
 
 from nanbisect.search import words
+from nanbisect.search.index import Floats, Pool
 from nanbisect.search.reading import Reading
 from nanbisect.search.suspicion import Suspicion, information
 from nanbisect.search.values import Choice, Kind, Row
-from nanbisect.search.verify import verifying_row
+from nanbisect.search.verify import needs, verifying_row
 from nanbisect.search.view import View
 
+HALF = 0.5
+"""While a cell is under way that tells this share of what the best one would, that one can wait."""
 PHASES = ((1, 0), (2, 1), (3, 1), (3, 2))
 
 
@@ -27,6 +30,8 @@ def phases(strength: tuple[int, int]) -> list[tuple[int, int]]:
 
 def choose(reading: Reading, strength: tuple[int, int]) -> Choice | None:
     """The next cell, or None: nothing is left to run, but for what waits for cells under way."""
+    if reading.view.evidence.failing and not reading.view.evidence.finite:
+        return _contrast(reading.view, min(2, strength[0]))
     for suspicion in reading.open:
         choice = _isolate(reading.view, suspicion)
         if choice:
@@ -47,16 +52,44 @@ def _choice(view: View, row: Row, kind: Kind, why: str) -> Choice:
     return Choice(row, view.evidence.next_seed(row), kind, why)
 
 
+def _contrast(view: View, t: int) -> Choice | None:
+    """As long as every judged cell failed there is nothing to isolate: the row with most levels and pairs (up to `t`
+    of them) that were not seen failing. None once all were: nothing here makes a difference."""
+    unseen = (view.index.size <= t) & (view.evidence.bad == 0) & ~view.evidence.untestable() & ~view.hidden
+    gain = view.pool.sum(unseen)
+    best = view.pick(np.where(view.free, gain * (1 - view.risk), -1))
+    return None if best is None else _choice(view, view.pool.row(best), Kind.COVER, words.FINITE_WANTED)
+
+
 def _isolate(view: View, suspicion: Suspicion) -> Choice | None:
-    """The row that tells most about the cause of one failing cell; of equals, the one that covers more."""
+    """The row that tells most about the cause of one failing cell, and is of further use: with the likeliest cause,
+    a failure verifies it; without, a finite end covers."""
     told = information(view, suspicion)
-    cover = view.pool.sum(view.unsettled(3) & ~view.hidden)
-    score = told * (1 - view.risk) + 1e-3 * cover / (1 + cover.max(initial=0))
-    best = view.pick(np.where(told >= 0, score, -1))
-    if best is None:
+    if _under_way(view, suspicion) > HALF * told.max(initial=0):
         return None
-    row = view.pool.row(best)
+    best, _ = suspicion.best(view.index)
+    verified = view.pool.sum(needs(view, best, view.evidence.plan.strength[1])[0])
+    covered = view.pool.sum(view.unsettled(3) & ~view.hidden)
+    use = np.where(view.pool.holding(best), _share(verified), _share(covered))
+    at = view.pick(np.where(told >= 0, told * (1 - view.risk) * (1 + use), -1))
+    if at is None:
+        return None
+    row = view.pool.row(at)
     return _choice(view, row, Kind.ISOLATE, words.tells_apart(view, suspicion, row))
+
+
+def _under_way(view: View, suspicion: Suspicion) -> float:
+    """The most that a cell under way will tell about the cause."""
+    if not view.taken:
+        return 0.0
+    rows = Pool(view.index, np.array(list(view.taken), np.int16))
+    return float(information(View(view.evidence, rows, claims=view.claims), suspicion).max())
+
+
+def _share(gain: Floats) -> Floats:
+    """Of the largest gain, 0 to 1."""
+    share: Floats = gain / (1 + gain.max(initial=0))
+    return share
 
 
 def _verify(view: View, u: int) -> Choice | None:
@@ -69,13 +102,15 @@ def _verify(view: View, u: int) -> Choice | None:
 
 
 def _cover(view: View, t: int) -> Choice | None:
-    """The row without a claim that holds most combinations of which nothing is known."""
+    """The row without a claim that holds most combinations of which nothing is known (where failures come and go:
+    each counts by the exposures that it lacks)."""
     open_ = view.unsettled(t) & ~view.hidden
-    gain = view.pool.sum(open_)
+    lacking = np.maximum(1, view.evidence.exposures - view.evidence.ok)
+    gain = view.pool.sum(open_ * lacking)
     score = gain
     if t < 3:
         later = view.pool.sum(~view.covered & ~view.refuted & ~view.hidden)
-        score = gain + 0.5 * later / (1 + later.max(initial=0))
+        score = gain + 0.5 * _share(later)
     rows = view.free & ~view.claimed & (gain > 0)
     if view.evidence.flaky:
         score = score / (1 + 0.05 * view.evidence.attempts(view.pool))

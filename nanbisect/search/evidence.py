@@ -10,13 +10,13 @@ import numpy as np
 
 from nanbisect.outcome import Status
 from nanbisect.search.index import MOST, Bools, Floats, Index, Ints, Pool, index_of, whole
-from nanbisect.search.space import Space, holds
+from nanbisect.search.space import Space
 from nanbisect.search.values import Combination, Plan, Row, Trial
 
 GIVE_UP = 2
-"""A combination of which so many attempts ended unjudged, and none judged, is untestable."""
-SURE = 7
-"""A combination that was to be found failing is withdrawn after so many finite attempts more than refute one."""
+"""A combination of which so many cells ended unjudged, and none judged, is untestable."""
+LEAVE = 3
+"""A level or pair of levels of which so many did is left alone, with all cells that hold it."""
 
 
 class Ends:
@@ -44,7 +44,7 @@ class Evidence:
         self.seeds: dict[Row, set[int]] = {}
         self.numbers: dict[Row, Ints] = {}
         self.flaky = bool(plan.flaky)
-        self.spent = 0
+        self.spent = self.finite = 0
         self.pool = whole(space, self.index.order) if space.product <= MOST else Pool.empty(self.index)
 
     @classmethod
@@ -65,6 +65,7 @@ class Evidence:
         self.spent += not trial.imported
         if trial.status is Status.FINITE:
             ends.ok += 1
+            self.finite += 1
             self.ok[numbers] += 1
         elif trial.status is Status.NONFINITE:
             if not ends.bad:
@@ -74,8 +75,8 @@ class Evidence:
         else:
             if not ends.err:
                 self.unjudged.append(trial.row)
+                self.err[numbers] += 1
             ends.err += 1
-            self.err[numbers] += 1
         if self.plan.flaky is None and ends.ok and ends.bad:
             self.flaky = True
 
@@ -92,12 +93,20 @@ class Evidence:
     @property
     def withdrawn(self) -> int:
         """So many finite attempts, without a failure, of a cell speak against all that the cell holds."""
-        return self.exposures + (math.ceil(math.log(100) / -math.log(1 - self.p) - 1e-9) if self.flaky else 0)
+        return self.exposures + (math.ceil(math.log(100) / -math.log(1 - self.p) - 1e-9) if self.p < 1 else 0)
 
     def untestable(self) -> Bools:
         """Combinations that were tried often enough and never judged."""
         found: Bools = (self.err >= GIVE_UP) & (self.ok + self.bad == 0)
         return found
+
+    def barred(self) -> list[Combination]:
+        """The levels and pairs that are left alone since no cell with them was ever judged; pairs of other levels."""
+        found = (self.err >= LEAVE) & (self.ok + self.bad == 0) & (self.index.size <= 2)
+        if not found.any():
+            return []
+        some = [self.index.combination(int(number)) for number in np.flatnonzero(found)]
+        return [c for c in some if len(c) == 1 or not any((part,) in some for part in c)]
 
     def risk(self, pool: Pool) -> Floats | float:
         """The suspected chance that a row ends unjudged: of its pairs and levels, those that never did otherwise."""
@@ -149,7 +158,3 @@ class Evidence:
     def clean(self) -> list[Row]:
         """Cells that ended finite, and never otherwise."""
         return [row for row, ends in self.cells.items() if ends.ok and not ends.bad]
-
-    def finite_with(self, combination: Combination) -> int:
-        """Finite attempts of cells that hold it."""
-        return sum(ends.ok for row, ends in self.cells.items() if ends.ok and holds(row, combination))

@@ -36,9 +36,13 @@ class Reading:
 def read(view: View) -> Reading:
     """Goes through the failing cells in the order in which they failed; `view` gets the claims.
 
-    A claim may explain, or settle, a cell that was open before: then what is open is gone through again.
+    A claim may explain, or settle, a cell that was open before: then what is open is gone through again. Without a
+    finite cell nothing is claimed.
     """
     reading = Reading(view)
+    if not view.evidence.finite:
+        reading.open = [suspect(view, cell) for cell in view.evidence.failing]
+        return reading
     while True:
         claims = view.claims
         for cell in view.evidence.failing:

@@ -20,7 +20,7 @@ from nanbisect.search.view import View
 PRIOR = 0.5
 LARGER = 1e-4
 """The prior chance that the cause has more factors than any combination in the index."""
-CERTAIN, CERTAIN_IF_FLAKY = 0.95, 0.99
+CERTAIN, CERTAIN_IF_FLAKY = 0.95, 0.9
 
 
 @dataclass(frozen=True)

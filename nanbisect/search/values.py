@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -59,7 +60,7 @@ class Plan:
     @property
     def exposures(self) -> int:
         """So many finite attempts refute a combination that may fail now and then."""
-        return math.ceil(math.log(self.alpha) / math.log(1 - self.p_min) - 1e-9)
+        return 1 if self.p_min >= 1 else math.ceil(math.log(self.alpha) / math.log(1 - self.p_min) - 1e-9)
 
 
 @dataclass(frozen=True)
@@ -160,10 +161,15 @@ class Account:
     @property
     def distinct(self) -> int:
         """The number of causes, levels of one factor that act alike counted once."""
-        return _distinct([frozenset((f, frozenset([at])) for f, at in cause.levels) for cause in self.causes])
+        return distinct([cause.levels for cause in self.causes])
 
 
 Box = frozenset[tuple[int, frozenset[int]]]
+
+
+def distinct(combinations: Sequence[Combination]) -> int:
+    """How many there are, levels of one factor that act alike counted once."""
+    return _distinct([frozenset((f, frozenset([at])) for f, at in combination) for combination in combinations])
 
 
 def _distinct(boxes: list[Box]) -> int:

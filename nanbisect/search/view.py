@@ -12,7 +12,7 @@ from nanbisect.search.index import Bools, Floats, Ints, Pool
 from nanbisect.search.space import holds, within
 from nanbisect.search.values import Combination, Row
 
-ABOUT, COMPARED = 0.95, 64
+ABOUT, COMPARED = 0.8, 64
 """Rows with this share of the best score are about as good; the costs of so many are compared."""
 
 
@@ -69,10 +69,22 @@ class View:
     def free(self) -> Bools:
         """The rows that are worth another attempt and not under way."""
         free = self.evidence.worth(self.pool)
+        for combination in self.barred:
+            free &= ~self.pool.holding(combination)
         for row in self.taken:
             if row in self.pool.at:
                 free[self.pool.at[row]] = False
         return free
+
+    @cached_property
+    def barred(self) -> list[Combination]:
+        """See `Evidence.barred`."""
+        return self.evidence.barred()
+
+    @cached_property
+    def rules(self) -> list[Combination]:
+        """What no row to run may hold."""
+        return [*self.evidence.space.rules, *self.barred]
 
     @cached_property
     def risk(self) -> Floats | float:

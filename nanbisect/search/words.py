@@ -15,6 +15,7 @@ from nanbisect.search.view import View
 
 OF = {1: "levels", 2: "pairs", 3: "triples"}
 BASELINE = "control: the baseline"
+FINITE_WANTED = "looks for a cell that is finite: every one so far failed"
 LIKELIEST = "control: the likeliest to fail, the last level of every factor"
 
 
@@ -64,16 +65,21 @@ def _cell(view: View, row: Row) -> str:
     return view.evidence.space.words(tuple((f, at) for f, at in enumerate(row) if at)) or "the baseline"
 
 
-def told(account: Account, plan: Plan) -> Account:
-    """The account with what may be claimed, and under which conditions."""
+def told(account: Account, plan: Plan, *, last: bool) -> Account:
+    """The account with what may be claimed, and under which conditions; `last`: no combination has more factors."""
     if account.strategy is Strategy.FIRST_CAUSE:
         return replace(account, claims=("One cause was looked for; nothing else was.",))
-    return replace(account, claims=tuple(_claims(account)), conditions=tuple(_conditions(account, plan)))
+    return replace(account, claims=tuple(_claims(account, last)), conditions=tuple(_conditions(account, plan)))
 
 
-def _claims(account: Account) -> Iterator[str]:
+def _claims(account: Account, last: bool) -> Iterator[str]:
+    if account.open and not account.refuted:
+        yield "Every cell that was judged failed: nothing can be said of causes."
+        return
     factors = f"{account.up_to} factor{'s' if account.up_to > 1 else ''}"
-    if account.complete:
+    if account.complete and last:
+        yield "This matrix has no further cause."
+    elif account.complete:
         yield f"Any further cause involves at least {account.up_to + 1} factors."
     else:
         parts = [

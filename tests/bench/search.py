@@ -11,13 +11,15 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from nanbisect.outcome import Status
 from nanbisect.search.evidence import Evidence
+from nanbisect.search.space import holds, within
 from nanbisect.search.steps import account_now, next_choices
-from nanbisect.search.values import Account, Combination, Plan, Trial
-from tests.bench.planted import GRIDS, Truth, space_of, truth
+from nanbisect.search.values import Account, Combination, Known, Plan, Trial, distinct
+from tests.bench.planted import GRIDS, Truth, space_of, table, truth
 from tests.bench.rivals import RIVALS, Oracle
 
 COUNTS = {"2x3x2x3": 1000, "2^4x3^4": 300, "3^8": 200, "2^12": 300}
@@ -56,6 +58,47 @@ def solve(planted: Truth, plan: Plan, *, cap: int = CAP) -> tuple[Evidence, Acco
     while evidence.spent < cap and (choices := next_choices(evidence)):
         evidence.add(Trial(choices[0].row, planted.ends(choices[0].row), choices[0].seed))
     return evidence, account_now(evidence)
+
+
+def violations(planted: Truth, account: Account, strength: tuple[int, int]) -> Iterator[str]:
+    """Where a search that ran to its end, with every cell judged, breaks what it guarantees: three parts, and
+    minimality."""
+    (t, u), reported = strength, [cause.levels for cause in account.causes]
+    claimed = table(planted.sizes, reported)
+    if not account.complete:
+        yield "it ended with something pending, untestable or open"
+    for cause in planted.causes:
+        part_of = any(within(one, cause) for one in reported)
+        if len(cause) <= t and not part_of and not claimed[table(planted.sizes, [cause])].all():
+            yield f"{cause} was missed"
+    if distinct(planted.causes) <= u:
+        if (claimed & ~planted.fails).any():
+            yield "a cause is too broad"
+        if all(len(cause) <= t for cause in planted.causes) and not planted.exact(reported):
+            yield "what is reported is not the truth"
+    for known in account.causes:
+        if known.checked != u or not all(_needed(planted, known, at) for at in range(len(known.levels))):
+            yield f"{known.levels} was not checked, or has a part without a witness"
+
+
+def _needed(planted: Truth, known: Known, at: int) -> bool:
+    """Whether a part has witnesses, and all of them are finite cells that lack only that part."""
+    rest = (*known.levels[:at], *known.levels[at + 1 :])
+    rows = known.witnesses[at]
+    lacking = all(holds(row, rest) and not holds(row, known.levels) for row in rows)
+    return bool(rows) and lacking and all(planted.ends(row) is Status.FINITE for row in rows)
+
+
+def guarantee(count: int, seed: int) -> list[str]:
+    """The violations over so many truths of every grid, at three strengths."""
+    broken = []
+    for grid in GRIDS:
+        for strength in ((2, 1), (3, 2), (3, 3)):
+            for planted in drawn(grid, count, seed):
+                found = violations(planted, solve(planted, Plan(strength=strength))[1], strength)
+                broken += [f"{grid} {strength} {planted.causes}: {text}" for text in found]
+        say(f"{grid}: {count} truths at three strengths, {len(broken)} violations so far")
+    return broken
 
 
 def adaptive(plan: Plan) -> Solver:
@@ -141,7 +184,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a tenth of the truths")
     parser.add_argument("--factor", type=float, default=1.0, help="so many times the truths")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--guarantee", type=int, metavar="N", help="check the guarantee on N truths a grid instead")
     asked = parser.parse_args(arguments)
+    if asked.guarantee:
+        broken = guarantee(asked.guarantee, asked.seed)
+        say("\n".join(broken) or "No violation.")
+        return bool(broken)
     factor = 0.1 if asked.quick else asked.factor
     counts = {grid: max(1, round(factor * count)) for grid, count in COUNTS.items()}
     start = time.perf_counter()
