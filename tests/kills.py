@@ -120,8 +120,8 @@ def trial(command: list[str], out: Path, *, count: int, seed: int, longest: floa
     sys.stdout.write(f"last: exit code {code}\n")
     now = outcomes(out)
     wrong += [f"at the end: {name} was lost or changed" for name in kept if now.get(name) != kept[name]]
-    cells = [name.rpartition("/")[0] for name in now]
-    wrong += [f"{name} was run twice" for name in sorted(set(cells)) if cells.count(name) > 1]
+    made = [(name.rpartition("/")[0], data["started"] == "kept") for name, data in now.items()]  # see --keep-model
+    wrong += [f"{name} was run twice" for name, kept in sorted(set(made)) if made.count((name, kept)) > 1]
     deadline = time.monotonic() + SETTLE
     while (left := left_behind(out)) and time.monotonic() < deadline:
         time.sleep(0.1)

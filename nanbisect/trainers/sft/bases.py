@@ -23,7 +23,7 @@ CHUNK = 1 << 20  # elements that a checksum takes at once
 FACTOR, ODD = 0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64)  # odd numbers without a pattern
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-CUDA: Any = torch.cuda
+
 SHARE = 0.25  # of the free memory that held models may take
 
 
@@ -36,7 +36,7 @@ def random_state() -> tuple[Any, ...]:
 
     state: Any = numpy.random.get_state()
     name, keys, *rest = state
-    cuda = torch.cuda.get_rng_state_all() if CUDA.is_initialized() else []
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     torches = tuple(state.numpy().tobytes() for state in (torch.random.get_rng_state(), *cuda))
     return random.getstate(), (name, keys.tobytes(), *rest), torches
 

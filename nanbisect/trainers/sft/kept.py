@@ -9,6 +9,7 @@ repeats in processes of their own the cells that a cause stands on.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 import os
@@ -23,7 +24,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from nanbisect.trainers.sft import loop, probe, setup
-from nanbisect.trainers.sft.bases import CUDA, Base, Bases, checksum, random_state, set_random_state
+from nanbisect.trainers.sft.bases import Base, Bases, checksum, random_state, set_random_state
 from nanbisect.trainers.sft.diary import Diary
 from nanbisect.trainers.sft.job import Job
 from nanbisect.trainers.sft.recipes.load import Recipe, load
@@ -162,6 +163,8 @@ class World:
         os.chdir(self.folder)
         sys.path[:] = self.path
         gc.collect()
+        with contextlib.suppress(OSError, AttributeError):  # glibc keeps what was freed in pieces
+            ctypes.CDLL(None).malloc_trim(0)
         if CUDA.is_initialized():
             torch.cuda.empty_cache()
 
@@ -181,6 +184,7 @@ def _put(place: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]
     return lambda: getattr(place, name), lambda value: setattr(place, name, value)
 
 
+CUDA: Any = torch.cuda
 BACKEND: Any = torch.backends.cuda
 CUDNN: Any = torch.backends.cudnn
 SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
