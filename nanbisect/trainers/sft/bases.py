@@ -117,11 +117,13 @@ class Base:
         self.size = sum(t.numel() * t.element_size() for t in {id(t): t for _, t in tensors_of(model)}.values())
 
     def serves(self, settings: Settings, now: tuple[Any, ...], adapts: tuple[str, ...]) -> bool:
-        """Whether loading would give this model: the same settings read (but those that can be set on a loaded one),
-        the same random numbers if it drew any.
+        """Whether loading would give this model: the same settings read, from the same random numbers.
+
+        `adapts`: what can be set on a loaded model, of a recipe of ours, whose loading is known not to seed: where
+        it drew nothing, where random numbers stand does not matter. A user's model() may seed with what was there.
         """
         same = all(settings.peek(name) == self.settings.peek(name) for name in read_by(self.settings) - {*adapts})
-        return same and (self.before == self.after or now == self.before)
+        return same and (now == self.before or (bool(adapts) and self.before == self.after))
 
     def copy(self, device: torch.device) -> torch.nn.Module:
         """A model of its own for one cell."""

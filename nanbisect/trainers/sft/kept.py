@@ -28,6 +28,7 @@ from nanbisect.trainers.sft.bases import Base, Bases, checksum, random_state, se
 from nanbisect.trainers.sft.diary import Diary
 from nanbisect.trainers.sft.job import Job
 from nanbisect.trainers.sft.recipes.load import Recipe, load
+from nanbisect.trainers.sft.settings import RECIPES
 from nanbisect.trainers.sft.view import Settings, read_by
 
 
@@ -41,7 +42,7 @@ class Kept(loop.Fresh):
     def __init__(self) -> None:
         self.bases = Bases()
         self.base: Base | None = None
-        self.recipes: list[tuple[tuple[Any, ...], tuple[Any, ...], Recipe]] = []
+        self.recipes: list[tuple[tuple[Any, ...], tuple[Any, ...], Recipe]] = []  # random numbers before and after it
         self.stays = False
 
     def train(self, job: Job, diary: Diary) -> str:
@@ -54,11 +55,13 @@ class Kept(loop.Fresh):
         return how
 
     def recipe(self, job: Job) -> Recipe:
-        """Imported once; again only where its import draws random numbers that are others now."""
+        """Imported once; a user's again where random numbers stand elsewhere: its import may draw or seed."""
+        if job.recipe in RECIPES:
+            return load(job.recipe)
         now = random_state()
         for before, after, recipe in self.recipes:
-            if now == before or before == after:
-                set_random_state(after if now == before else now)
+            if now == before:
+                set_random_state(after)
                 return recipe
         recipe = load(job.recipe)
         self.recipes.append((now, random_state(), recipe))
@@ -75,7 +78,7 @@ class Kept(loop.Fresh):
             if not self.bases.keep(base):
                 return self._fitted(base.model, base, settings, plan, device)
             model = base.copy(device)
-        elif base.before != base.after:
+        elif now == base.before:
             set_random_state(base.after)
         self.base = base
         model = self._fitted(model, base, settings, plan, device)
