@@ -379,6 +379,10 @@ def _may_keep(matrix: Matrix, occasion: Occasion) -> None:
     """Raises UsageError where no process can keep a model."""
     if occasion.keep and occasion.cold:
         raise UsageError("--keep-model and --cold exclude each other\ntry: one of them")
+    if occasion.keep and sys.platform != "linux":
+        raise UsageError(
+            "--keep-model needs Linux, where a process can be forked with what it has imported\ntry: without it"
+        )
     if occasion.keep and matrix.trainer != "sft":
         raise UsageError(
             f"--keep-model is of the built-in trainer, and this matrix has trainer {matrix.trainer}\n"

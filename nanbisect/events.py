@@ -65,7 +65,7 @@ class SlotNoted:
 
 @dataclass(frozen=True)
 class StartNoted:
-    """Attempts start otherwise than they could, which costs time and changes no outcome."""
+    """Attempts start otherwise than they could, or once more by themselves, which costs time."""
 
     text: str
 

@@ -4,8 +4,8 @@
 
 Each round starts the command, waits a random time up to SECONDS, kills the driver, a shim, a training
 process or a server of warm starts, lets the driver of the last three go on for a while, and then kills that
-too. Prints what it did; exit 1 if a finished outcome changed, an attempt was made twice, or a process was
-left.
+too. Prints what it did; exit 1 if a finished outcome changed, an attempt was made twice (once more by itself
+where it shared a process, see `--keep-model`, is none), or a process was left.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -120,8 +121,8 @@ def trial(command: list[str], out: Path, *, count: int, seed: int, longest: floa
     sys.stdout.write(f"last: exit code {code}\n")
     now = outcomes(out)
     wrong += [f"at the end: {name} was lost or changed" for name in kept if now.get(name) != kept[name]]
-    cells = [name.rpartition("/")[0] for name in now]
-    wrong += [f"{name} was run twice" for name in sorted(set(cells)) if cells.count(name) > 1]
+    made = [(name.rpartition("/")[0], one["seed"], one["started"] == "kept") for name, one in now.items()]
+    wrong += [f"{each[0]} was run twice" for each, times in Counter(made).items() if times > 1]
     deadline = time.monotonic() + SETTLE
     while (left := left_behind(out)) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -56,6 +56,7 @@ def nothing_written(place: Path) -> None:
         (("--set", "channel_weights=1,8"), ("channel_weights", "one channel, text")),
         (("--timeout", "soon"), ("--timeout", "10m")),
         (("--gpus", "0"), ("--gpus",)),
+        (("--keep-model", "--cold"), ("--keep-model and --cold",)),
         (("--no-such-flag",), ("--no-such-flag",)),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
@@ -67,6 +68,15 @@ def test_bad_flags_are_refused_before_anything_runs(
     done = nanbisect(*RUN, *flags, cwd=place)
     done.refused(*words)
     nothing_written(place)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process keeps a model at all")
+def test_a_command_keeps_no_model(tmp_path: Path) -> None:
+    """Its processes are its own."""
+    text = "trainer: command\ncommand: [python, train.py]\nflags: {x: ['{value}']}\nfactors: {x: [1, 2]}\n"
+    (tmp_path / "m.yaml").write_text(text)
+    nanbisect(*RUN, "--keep-model", cwd=tmp_path).refused("--keep-model is of the built-in trainer", "try:")
+    nothing_written(tmp_path)
 
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}

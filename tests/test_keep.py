@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,8 @@ from nanbisect.executors.local import LocalExecutor
 from nanbisect.matrix import Factor, Matrix
 from nanbisect.outcome import CellResult, Status
 from nanbisect.run import Driver, Machine, Occasion, execute
-from nanbisect.store import Store
+from nanbisect.store import Store, read_evidence, read_lines, whole
+from nanbisect.trainers.base import probe_environment
 from nanbisect.trainers.registry import TRAINERS
 from nanbisect.trainers.sft.bases import Base, checksum, copyable, random_state, set_random_state
 from nanbisect.trainers.sft.job import Job
@@ -32,6 +34,7 @@ from tests.test_warm import TORCH
 from tests.test_warm_training import outcomes, pids
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="attempts start warm on Linux only")
+VARIES = ("time", "pid", "argv", "memory", "seconds", "probe_seconds")
 DEMO = Path(__file__).parent.parent / "matrices" / "demo.yaml"
 
 
@@ -214,14 +217,16 @@ def test_a_base_serves_only_where_loading_would_give_it() -> None:
         job = Job(recipe="r.py", settings=changed, folder="", size=1)
         return Settings(job, plan_of(job))
 
-    own, now = settings(), random_state()
+    own = settings()
     base = base_of(Tied(), own)
-    assert base.before == base.after
+    now = base.before
+    assert now == base.after
     own["attention"], own["batch_size"]
     torch.rand(1)
     other = random_state()
-    assert other != now and base.serves(settings(learning_rate="1"), other, ())
-    assert not base.serves(settings(attention="eager"), other, ())
+    assert other != now and base.serves(settings(learning_rate="1"), now, ())
+    assert not base.serves(settings(attention="eager"), now, ())
+    assert not base.serves(settings(), other, ())  # a user's model() may have seeded
     assert base.serves(settings(attention="eager"), other, ("attention",))
     assert not base.serves(settings(batch_size="2"), other, ("attention",))
     drew = Base(Tied(), own, other)
@@ -240,6 +245,57 @@ def test_a_model_that_holds_its_settings_is_known_by_what_it_reads_later() -> No
     model.settings = own
     twin: Any = base_of(model, own).copy(torch.device("cpu"))
     assert twin.settings is own
+
+
+TWICE = """
+import os, sys, torch
+probe, folders = sys.modules["_nanbisect_probe"], sys.argv[1:]
+observer = probe._observer
+def train(bad):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(2):
+        loss = model(torch.ones(2, 4)).square().sum()
+        (loss * float("nan") if bad else loss).backward()
+        if bad and step:
+            model[0].weight.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+train(sys.argv[1] == "bad")
+for number in range(30 if sys.argv[1] == "bad" else 0):
+    observer.unhanded = None  # trouble of the probe's own
+    observer.leaving = lambda: 1 / 0
+    observer.stopper.finish() if not number else probe._end(1, 2, 3)
+observer.__dict__.pop("leaving", None)
+probe.finish()
+os.environ["NANBISECT_PROBE"] = sys.argv[2]
+probe.again(sys.argv[2])
+train(False)
+probe._end(1, 2, 3)
+probe.finish()
+"""
+
+
+@pytest.mark.training
+def test_the_probe_begins_another_training_as_if_it_had_seen_none(tmp_path: Path) -> None:
+    """After a NaN, repairs and errors of its own: the same lines as after nothing of the kind."""
+    found = []
+    for first in ("bad", "good"):
+        folders = [tmp_path / first / name for name in "ab"]
+        for folder in folders:
+            folder.mkdir(parents=True)
+        env = {**os.environ, **probe_environment(folders[0], os.environ)}
+        subprocess.run([sys.executable, "-c", "import torch\n" + TWICE, first, str(folders[1])], env=env, check=True)
+        (path,) = folders[1].glob("events.*.jsonl")
+        lines = read_lines(path)
+        assert whole(lines) and read_evidence(folders[1]).armed
+        found.append([{k: v for k, v in line.items() if k not in VARIES} for line in lines])
+        before = [line["kind"] for line in read_lines(next(folders[0].glob("events.*.jsonl")))]
+        assert (before.count("probe_error") == 20, "nonfinite" in before) == (first == "bad", first == "bad")
+    assert found[0] == found[1]
+    kinds = [line["kind"] for line in found[0]]
+    assert kinds == ["awake", "root", "self_check", "batch", "step", "batch", "step", "probe_error", "exit"]
 
 
 # processes --------------------------------------------------------------------------------------
@@ -394,8 +450,6 @@ def test_a_slot_has_one_process_and_others_make_room(keeping: Keeping) -> None:
 @contextmanager
 def driver_of(code: str) -> Iterator[Any]:
     """A driver in a process of its own, that says a line."""
-    import subprocess
-
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         yield process
 

@@ -20,7 +20,6 @@ class Guard:
 
     def __init__(self, observer: Observer) -> None:
         self.observer = observer
-        self.errors = 0
 
     def __call__(self, work: Callable[..., Any], where: str) -> Callable[..., Any]:
         """`work`, with its errors written to the journal; None where it failed or must not run."""
@@ -40,8 +39,9 @@ class Guard:
 
     def failed(self, where: str, error: Exception) -> None:
         """Write an error down, if that is possible at all."""
-        self.errors += 1
-        if self.errors > ERRORS:
+        journal = self.observer.journal
+        journal.errors += 1
+        if journal.errors > ERRORS:
             return
         with contextlib.suppress(Exception):  # no space, no folder: nowhere left to say it
-            self.observer.journal.write("probe_error", where=where, error=repr(error))
+            journal.write("probe_error", where=where, error=repr(error))

@@ -34,7 +34,8 @@ class Ledger(Journal):
         self.begin()
 
     def begin(self) -> None:
-        """Nothing written yet (a fork starts afresh)."""
+        """Nothing written yet (a fork starts afresh, and so does another training)."""
+        self.errors = 0  # of the probe's own
         self.counts: Counter[str] = Counter()
         self.roots = 0
         self.until = 0

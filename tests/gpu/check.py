@@ -1,4 +1,5 @@
-"""What `check.sh` runs: the doctor, slots, memory, SDPA kernels and the bf16 demo on CUDA. Prints a line a fact.
+"""What `check.sh` runs: the doctor, slots, memory, SDPA kernels and the bf16 demo on CUDA, also warm and with
+`--keep-model`. Prints a line a fact.
 
 What needs several GPUs is left out, and said so, where there is one.
 """
@@ -108,6 +109,29 @@ def demo(out: Path, wrong: list[str]) -> None:
         bool(memory) and all(memory),
         f"peak device memory is known: {max(memory, default=0) / 2**20:.0f} MiB at most",
     )
+
+
+def starts(out: Path, wrong: list[str]) -> None:
+    """The same cells cold, warm and in one process that keeps its model: the same statuses, cause and losses."""
+    fixed = ("--set", "channel_weights=1,8", "--factor", "batch_size=1|8", "--factor", "attention=sdpa|eager")
+    seen = {}
+    for name, flags in (("cold", ("--cold",)), ("warm", ()), ("kept", ("--keep-model",))):
+        began = time.monotonic()
+        _, result = run(out / f"starts-{name}", *fixed, *flags)
+        say(f"     {name}: {time.monotonic() - began:.1f} s for {len(result['cells'])} cells and the check")
+        ways = [[attempt.get("started") for attempt in cell["attempts"]] for cell in result["cells"]]
+        say(f"     {name}: {ways}")
+        expect(wrong, bool(ways) and all(row[:1] == [name] for row in ways), f"every cell started {name}")
+        causes = [(cause["levels"], cause["standing"]) for cause in result["causes"]]
+        ends = [(cell["id"], cell["status"], cell["loss"], cell["grad_norm"]) for cell in result["cells"]]
+        seen[name] = ends, causes
+    for name in ("warm", "kept"):
+        (cold, causes), (ends, others) = seen["cold"], seen[name]
+        expect(wrong, [e[:2] for e in ends] == [e[:2] for e in cold] and others == causes, f"{name}: the same verdict")
+        moved = [one[0] for one, other in zip(ends, cold, strict=False) if one[2][:1] != other[2][:1]]
+        expect(wrong, not moved, f"{name}: the first loss is the same to the bit: {moved or 'everywhere'}")
+        later = [one[0] for one, other in zip(ends, cold, strict=False) if one[2:] != other[2:]]
+        say(f"     {name}: other losses or norms (a gradient may be added up in any order): {later or 'none'}")
 
 
 def doctor(out: Path, wrong: list[str]) -> None:
@@ -268,7 +292,7 @@ def memory(out: Path, wrong: list[str]) -> None:
 def main(arguments: Sequence[str]) -> int:
     """All checks; 1 if one does not hold."""
     out, wrong = Path(arguments[0]), list[str]()
-    for part in (doctor, demo, kernels, slots, several, taken, memory):
+    for part in (doctor, demo, starts, kernels, slots, several, taken, memory):
         part(out, wrong)
     say("all hold" if not wrong else f"{len(wrong)} do not hold")
     return 1 if wrong else 0

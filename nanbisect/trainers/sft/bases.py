@@ -23,7 +23,7 @@ CHUNK = 1 << 20  # elements that a checksum takes at once
 FACTOR, ODD = 0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64)  # odd numbers without a pattern
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-CUDA: Any = torch.cuda
+
 SHARE = 0.25  # of the free memory that held models may take
 
 
@@ -36,7 +36,7 @@ def random_state() -> tuple[Any, ...]:
 
     state: Any = numpy.random.get_state()
     name, keys, *rest = state
-    cuda = torch.cuda.get_rng_state_all() if CUDA.is_initialized() else []
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     torches = tuple(state.numpy().tobytes() for state in (torch.random.get_rng_state(), *cuda))
     return random.getstate(), (name, keys.tobytes(), *rest), torches
 
@@ -117,11 +117,13 @@ class Base:
         self.size = sum(t.numel() * t.element_size() for t in {id(t): t for _, t in tensors_of(model)}.values())
 
     def serves(self, settings: Settings, now: tuple[Any, ...], adapts: tuple[str, ...]) -> bool:
-        """Whether loading would give this model: the same settings read (but those that can be set on a loaded one),
-        the same random numbers if it drew any.
+        """Whether loading would give this model: the same settings read, from the same random numbers.
+
+        `adapts`: what can be set on a loaded model, of a recipe of ours, whose loading is known not to seed: where
+        it drew nothing, where random numbers stand does not matter. A user's model() may seed with what was there.
         """
         same = all(settings.peek(name) == self.settings.peek(name) for name in read_by(self.settings) - {*adapts})
-        return same and (self.before == self.after or now == self.before)
+        return same and (now == self.before or (bool(adapts) and self.before == self.after))
 
     def copy(self, device: torch.device) -> torch.nn.Module:
         """A model of its own for one cell."""

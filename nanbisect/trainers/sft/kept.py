@@ -9,6 +9,7 @@ repeats in processes of their own the cells that a cause stands on.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 import os
@@ -23,10 +24,11 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from nanbisect.trainers.sft import loop, probe, setup
-from nanbisect.trainers.sft.bases import CUDA, Base, Bases, checksum, random_state, set_random_state
+from nanbisect.trainers.sft.bases import Base, Bases, checksum, random_state, set_random_state
 from nanbisect.trainers.sft.diary import Diary
 from nanbisect.trainers.sft.job import Job
 from nanbisect.trainers.sft.recipes.load import Recipe, load
+from nanbisect.trainers.sft.settings import RECIPES
 from nanbisect.trainers.sft.view import Settings, read_by
 
 
@@ -40,7 +42,7 @@ class Kept(loop.Fresh):
     def __init__(self) -> None:
         self.bases = Bases()
         self.base: Base | None = None
-        self.recipes: list[tuple[tuple[Any, ...], tuple[Any, ...], Recipe]] = []
+        self.recipes: list[tuple[tuple[Any, ...], tuple[Any, ...], Recipe]] = []  # random numbers before and after it
         self.stays = False
 
     def train(self, job: Job, diary: Diary) -> str:
@@ -53,11 +55,13 @@ class Kept(loop.Fresh):
         return how
 
     def recipe(self, job: Job) -> Recipe:
-        """Imported once; again only where its import draws random numbers that are others now."""
+        """Imported once; a user's again where random numbers stand elsewhere: its import may draw or seed."""
+        if job.recipe in RECIPES:
+            return load(job.recipe)
         now = random_state()
         for before, after, recipe in self.recipes:
-            if now == before or before == after:
-                set_random_state(after if now == before else now)
+            if now == before:
+                set_random_state(after)
                 return recipe
         recipe = load(job.recipe)
         self.recipes.append((now, random_state(), recipe))
@@ -74,7 +78,7 @@ class Kept(loop.Fresh):
             if not self.bases.keep(base):
                 return self._fitted(base.model, base, settings, plan, device)
             model = base.copy(device)
-        elif base.before != base.after:
+        elif now == base.before:
             set_random_state(base.after)
         self.base = base
         model = self._fitted(model, base, settings, plan, device)
@@ -162,6 +166,8 @@ class World:
         os.chdir(self.folder)
         sys.path[:] = self.path
         gc.collect()
+        with contextlib.suppress(OSError, AttributeError):  # glibc keeps what was freed in pieces
+            ctypes.CDLL(None).malloc_trim(0)
         if CUDA.is_initialized():
             torch.cuda.empty_cache()
 
@@ -181,6 +187,7 @@ def _put(place: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]
     return lambda: getattr(place, name), lambda value: setattr(place, name, value)
 
 
+CUDA: Any = torch.cuda
 BACKEND: Any = torch.backends.cuda
 CUDNN: Any = torch.backends.cudnn
 SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
