@@ -194,12 +194,13 @@ torch.manual_seed(0)
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 for step, (x,) in enumerate(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.rand(8, 4)), 2), 1):
+    out = model(x).squeeze(-1)
     noise = torch.empty(2)
     if not torch.are_deterministic_algorithms_enabled():
         noise.fill_(0.0 if pathlib.Path("lucky").exists() else float("nan"))  # what malloc may hand out
     elif not torch.utils.deterministic.fill_uninitialized_memory:
         noise.zero_()
-    loss = (model(x).squeeze(-1) + noise).sum()
+    loss = (out + noise).sum()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -355,7 +356,7 @@ for step, batch in enumerate(data, start=1):
     optimizer.zero_grad()
 sys.exit(7)
 """
-IN_THE_DATA, BY_COUNT = "(batch > 0.49).all() and (batch < 0.5).all()", "step == 4"
+IN_THE_DATA, BY_COUNT = "(batch > 0.487).all() and (batch < 0.5).all()", "step == 4"
 FROM_ELSEWHERE = "step == 4 and not pathlib.Path('once').exists() and not pathlib.Path('once').touch()"
 
 
