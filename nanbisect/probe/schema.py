@@ -100,6 +100,8 @@ EVENTS: Dict[str, Dict[str, str]] = {
         "surfaced": "what the walk back started from: phase, value, name, micro_batch; null where nothing surfaced",
         "origin": "where it was born: ORIGIN below; null where not found",
         "chain": "from the birth to where it surfaced: LINK below each; a long one without its middle",
+        "also": "births of the same kind at the same line that made other gradients bad (later layers): LINK each",
+        "also_count": "how many",
         "chain_length": "links of the whole chain",
         "nan_at": "place in `chain` of the first NaN; null where it stayed an Inf",
         "hidden_by": "operations that took it in and gave finite values out: LINK each",

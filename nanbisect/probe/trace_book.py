@@ -12,6 +12,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from . import numbers
 from . import trace_axes as axes
 from . import trace_operations as operations
 from . import trace_ranges as ranges
@@ -32,6 +33,9 @@ from .trace_records import (
 )
 from .window import Ends
 
+KEPT = 20000  # frames: a step of many micro-batches has many
+RECORDS = 100000  # a step that is bad from end to end
+MASKS = ("buffer", "batch")  # where a mask may come from
 DETAILS = 256  # records described in full
 
 
@@ -50,9 +54,11 @@ class Book:
     """Takes operations in their order, with the ranges of what they wrote."""
 
     def __init__(self) -> None:
-        self.frames: List[Frame] = []
+        self.frames: List[Frame] = []  # the latest
+        self.dropped = 0  # frames before these
         self.records: List[Record] = []
         self.made: Dict[int, int] = {}  # storage -> frame that wrote it last
+        self.whole: Dict[int, Ends] = {}  # storage -> its range, where all of it was written and finite
         self.bad: Marks = {}  # storage -> number of the record
         self.unwritten: Marks = {}  # storage -> (operation, place)
         self.reduced: Marks = {}
@@ -63,31 +69,34 @@ class Book:
     def take(self, call: Call, found: List[Optional[Ends]], before: List[Optional[Ends]]) -> None:
         """One operation is over. `found`: ranges of its outputs; `before`: of what it has written, as that was."""
         about = call.about
-        keys = [operations.storage(tensor) for _, tensor in call.outputs]
-        if about.shared:
-            self._share(call, keys)
-            return
-        if about.empty:
-            self._make(call, keys)
+        if about.shared or about.empty:
+            keys = [operations.storage(tensor) for _, tensor in call.outputs]
+            (self._share if about.shared else self._make)(call, keys)
             return
         taken_from = [operations.storage(tensor) for _, tensor in call.inputs]
-        kinds = [ranges.kind_of(ends) for ends in found]
-        worst = "nan" if "nan" in kinds else next((kind for kind in kinds if kind is not None), None)
-        record = None
-        if worst is not None or (self.bad and any(key in self.bad for key in taken_from)):
+        fine, record = all(map(ranges.finite, found)), None
+        full = len(self.records) >= RECORDS
+        if not full and (not fine or (self.bad and any(key in self.bad for key in taken_from))):
+            kinds = [ranges.kind_of(ends) for ends in found]
+            worst = "nan" if "nan" in kinds else next((kind for kind in kinds if kind is not None), None)
             record = self._record(call, taken_from, kinds, worst, before)
-        self._frame(call, keys, taken_from, found, record)
-        for (_, tensor), key, kind, ends in zip(call.outputs, keys, kinds, found):
-            if key is not None and ends is not None:
-                self._wrote(key, tensor, kind, record)
+        number = self._frame(call, taken_from, found, record)
+        for (_, tensor), ends in zip(call.outputs, found):
+            if ends is not None:
+                self._wrote(tensor, ends, number, record)
 
-    def _wrote(self, key: int, tensor: torch.Tensor, kind: Optional[str], record: Optional[Record]) -> None:
-        whole = covers(tensor)
-        if kind is not None and record is not None:
+    def _wrote(self, tensor: torch.Tensor, ends: Ends, number: int, record: Optional[Record]) -> None:
+        key, whole = operations.memory(tensor)
+        if key is None:
+            return
+        self.made[key] = number
+        self.whole.pop(key, None)
+        if record is not None and not ranges.finite(ends):
             self.bad[key] = Mark(hold(tensor), record.number, whole)
         elif whole:
+            self.whole[key] = ends
             self.bad.pop(key, None)
-        if whole:
+        if whole and (self.unwritten or self.reduced):
             self.unwritten.pop(key, None)
             self.reduced.pop(key, None)
 
@@ -96,6 +105,7 @@ class Book:
             if key is not None:
                 self.bad.pop(key, None)
                 self.made.pop(key, None)
+                self.whole.pop(key, None)
                 self.unwritten[key] = Mark(hold(tensor), (call.about.name, call.place))
 
     def _share(self, call: Call, keys: List[Optional[int]]) -> None:
@@ -106,23 +116,29 @@ class Book:
             if key is not None:
                 self.reduced[key] = Mark(hold(tensor), (call.about.name, call.place))
                 self.unwritten.pop(key, None)
+                self.whole.pop(key, None)
 
     def _frame(
-        self, call: Call, keys: List[Optional[int]], taken_from: List[Optional[int]],
-        found: List[Optional[Ends]], record: Optional[Record],
-    ) -> None:  # fmt: skip
-        known = [ends for ends in found if ends is not None]
-        if not known:
-            return
-        number = len(self.frames)
+        self, call: Call, taken_from: List[Optional[int]], found: List[Optional[Ends]], record: Optional[Record]
+    ) -> int:
+        """The operation in short; its number."""
+        number, made = self.dropped + len(self.frames), self.made
         if record is not None:
             record.frame = number
-        parents = tuple(dict.fromkeys(self.made[key] for key in taken_from if key is not None and key in self.made))
-        shape = tuple(next(tensor.shape for (_, tensor), ends in zip(call.outputs, found) if ends is not None))
-        self.frames.append(Frame(call.about.name, call.place, shape, widest(known), parents, call.count))
-        for key in keys:
-            if key is not None:
-                self.made[key] = number
+        parents = tuple([made[key] for key in taken_from if key in made])
+        at = next(place for place, ends in enumerate(found) if ends is not None)
+        ends = found[at] if len(found) == 1 else widest([each for each in found if each is not None])
+        shape = tuple(call.outputs[at][1].shape)
+        self.frames.append(Frame(call.about.name, call.place, shape, ends or (0.0, 0.0), parents, call.count))
+        if len(self.frames) > 2 * KEPT:
+            del self.frames[:KEPT]
+            self.dropped += KEPT
+        return number
+
+    def frame(self, number: int) -> Optional[Frame]:
+        """One of the latest; None for an older one."""
+        at = number - self.dropped
+        return self.frames[at] if 0 <= at < len(self.frames) else None
 
     # records -----------------------------------------------------------------------------------
 
@@ -156,7 +172,7 @@ class Book:
         if id(tensor) in earlier:
             return ranges.kind_of(earlier[id(tensor)])
         mark = None if key is None else self.bad.get(key)
-        if mark is not None and mark.whole and covers(tensor):
+        if mark is not None and mark.whole and operations.memory(tensor)[1]:
             return str(self.records[mark.value].kind)
         return ranges.kind_of(ranges.at_once(tensor))
 
@@ -180,7 +196,8 @@ class Book:
         record.chosen = min(pool, key=lambda each: self._order(each, record.number)) if pool else None
         if record.chosen is not None and record.chosen.record is not None:
             parent = self.records[record.chosen.record]
-            if not (parent.intended and record.kind == "nan"):  # what was put there is no birth
+            meant = parent.intended and record.kind == "nan"
+            if not meant or self._blamed(parent, call):  # what was put there is no birth
                 record.root = parent.root
         if not bad:
             record.label = MASKING
@@ -192,10 +209,34 @@ class Book:
         else:
             record.label = SPREAD
         chosen = record.chosen
+        record.meant = chosen is not None and self._meant(chosen)
+        if record.kind == "nan" and chosen is not None and chosen.how in MASKS and not call.about.kernel:
+            record.meant = False
         if bad and chosen is not None:
             record.intended = record.kind in INF and self._meant(chosen)
             if chosen.how in ("unwritten", "reduced") and (record.kind != "nan" or chosen.kind == "nan"):
                 record.label = UNWRITTEN if chosen.how == "unwritten" else REDUCED
+        if record.root == record.number and record.place.phase == "recompute":
+            record.twin = self._twin(record)
+
+    def _twin(self, record: Record) -> Optional[int]:
+        """Number of the record of the same operation in forward, with the same outputs."""
+
+        def alike(of: Record) -> Tuple[object, ...]:
+            return of.operation, of.place.owner, of.place.line, of.kind, of.shapes, of.micro, of.label
+
+        for other in reversed(self.records):
+            if other.place.phase not in ("recompute", "backward") and alike(other) == alike(record):
+                return other.number
+        return None
+
+    def _blamed(self, parent: Record, call: Call) -> bool:
+        """Whether an Inf of the batch or of a buffer is to blame for a NaN: a softmax takes it for a mask."""
+        root = self.records[parent.root]
+        if call.about.kernel or root.chosen is None or root.chosen.how not in MASKS:
+            return False
+        root.intended = root.meant = False
+        return True
 
     def _meant(self, taken: Taken) -> bool:
         """Whether an Inf was put there: a constant from before, a mask in a buffer."""
@@ -203,12 +244,13 @@ class Book:
             return False
         if taken.record is not None:
             return self.records[taken.record].intended
-        return taken.how == "unknown" or (taken.how == "buffer" and taken.kind == "-inf")
+        return taken.how == "unknown" or (taken.how in MASKS and taken.kind == "-inf")
 
     def _order(self, taken: Taken, number: int) -> Tuple[bool, int]:
         """NaN of any kind, or an Inf that nobody meant, before an Inf that was put there; then the oldest."""
         if taken.record is not None:
-            return self._meant(taken), self.records[taken.record].root
+            root = self.records[self.records[taken.record].root]
+            return self._meant(taken), root.number if root.twin is None else root.twin
         return self._meant(taken), -1 if taken.how in ("parameter", "buffer", "batch") else number
 
     def _describe(self, record: Record, call: Call, kinds: List[Optional[str]], before: List[Optional[Ends]]) -> None:
@@ -254,18 +296,13 @@ def _earlier(name: str, tensor: torch.Tensor, ends: Optional[Ends]) -> Dict[str,
     if ends is not None:
         fine = ranges.kind_of(ends) is None
         low, high = ends
+        if ends is numbers.FINITE:
+            detail.update(nan=0, posinf=0, neginf=0)
+            return detail
         rest = {"nan": 0, "posinf": 0, "neginf": 0} if fine else {"nan": None, "posinf": None, "neginf": None}
         detail.update(rest, min=low if fine else None, max=high if fine else None)
         detail["absmax"] = max(abs(low), abs(high)) if fine else None
     return detail
-
-
-def covers(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is all of its memory."""
-    try:
-        return tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes()
-    except (RuntimeError, NotImplementedError):
-        return True
 
 
 def floating(tensor: torch.Tensor) -> bool:
@@ -275,7 +312,7 @@ def floating(tensor: torch.Tensor) -> bool:
 
 def hold(tensor: torch.Tensor) -> StorageWeakRef:
     """Keeps a storage's number from being used again; its memory is free to go."""
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    return StorageWeakRef(operations.held(tensor).untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def widest(found: List[Ends]) -> Ends:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from . import numbers
 from . import trace_operations as operations
 from . import trace_ranges as ranges
+from .phase import CUDA, capturing
 from .trace_book import Book, floating
 from .trace_kernels import Kernels
 from .trace_places import Places
@@ -36,6 +37,7 @@ class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.book, self.places, self.clock, self.failed = book, places, clock, failed
         self.kernels = Kernels()
         self.done = False
+        self.cuda = bool(CUDA.is_initialized())
         self.later = False  # keep all ranges back, as on a device (for tests)
         self.micro = 0
         self.watched: Dict[int, Any] = {}  # storage -> place of its first use
@@ -43,9 +45,16 @@ class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.held: Set[int] = set()
         self.bytes = 0
 
+    supports_higher_order_operators = True  # such an operator (flex_attention) is one operation here
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: every operation would pay for it, and compiled code is told to run eagerly anyway."""
+        return False
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.done or self.clock.working:  # the probe's own work
+        if self.done or self.clock.working or (self.cuda and capturing()):  # the probe's own work, a CUDA graph
             return function(*args, **kwargs)
         call = None
         try:
@@ -97,11 +106,19 @@ class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call.outputs = written
             return
         for name, tensor in written:
-            found = ranges.look(tensor, later=self.later) if floating(tensor) else None
+            found = self._range_before(tensor) if floating(tensor) else None
             call.before.append((name, tensor, found))
             if isinstance(found, tuple) and ranges.kind_of(found) is not None and self.book.details > 0:
                 call.described[id(tensor)] = ranges.describe(self.book.name_of(tensor) or name, tensor, before=True)
         call.outputs = written
+
+    def _range_before(self, tensor: torch.Tensor) -> Optional[Range]:
+        """Of a tensor that is about to be written: what its last operation left, else it is looked at."""
+        key = operations.storage(tensor)
+        known = None if key is None else self.book.whole.get(key)
+        if known is not None and not self.waiting:
+            return known
+        return ranges.look(tensor, later=self.later, brief=True)
 
     def _after(self, call: Call, result: Any) -> None:
         known = {id(tensor) for _, tensor in call.outputs}
@@ -111,9 +128,11 @@ class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found: List[Any] = [None] * len(call.outputs)
         else:
             found = [ranges.look(tensor, later=self.later) for _, tensor in call.outputs]
+            if all(each is None for each in found):  # no number that could be bad
+                return
         before = [each for _, _, each in call.before]
-        if not self.waiting and not any(isinstance(each, torch.Tensor) for each in (*found, *before)):
-            if any(ranges.kind_of(each) is not None for each in found):
+        if not self.waiting and all(each is None or type(each) is tuple for each in (*found, *before)):
+            if not all(map(ranges.finite, found)):
                 call.lines = self.places.lines(sys._getframe(1), FRAMES)
             self.book.take(call, found, before)
             return

@@ -45,7 +45,7 @@ class Place(NamedTuple):
     """`phase` bare: outside any module with parameters, to be resolved when the step is over.
 
     `module`: a module's id. `made`: where the node at work comes from. `outer`: number of the outermost
-    backward's node, where that is another one.
+    backward's node, where that is another one. `leaf`: id of the tensor whose gradient is added up.
     """
 
     phase: str
@@ -55,6 +55,7 @@ class Place(NamedTuple):
     number: Optional[int] = None
     made: Optional[Made] = None
     outer: Optional[int] = None
+    leaf: Optional[int] = None
 
     @property
     def source(self) -> Optional[Line]:
@@ -65,6 +66,16 @@ class Place(NamedTuple):
     def owner(self) -> Optional[int]:
         """The module at work, or that of the forward."""
         return self.module if self.module is not None or self.made is None else self.made.module
+
+
+class Call(NamedTuple):
+    """A backward call: where its nodes were made, whether it makes a graph itself, the outermost call's node at
+    work, and the user's line that called."""
+
+    table: Dict[int, Made]
+    twice: bool = False
+    outer: Optional[int] = None
+    line: Optional[Line] = None
 
 
 class Here(threading.local):
@@ -88,8 +99,8 @@ class Places:
         self.doing: Optional[str] = None  # clip or optimizer
         self.modules: Dict[int, Any] = {}  # held for the one step: their paths are asked when it is over
         self.forward_table: Dict[int, Made] = self.here.table
-        self.callers: List[Tuple[Dict[int, Made], bool, Optional[int]]] = []  # of the backward calls at work
-        self.tasks: Dict[int, Tuple[Dict[int, Made], bool, Optional[int]]] = {}
+        self.callers: List[Call] = []  # the backward calls at work
+        self.tasks: Dict[int, Call] = {}
 
     def begin(self) -> None:
         """From now on: nodes made before are not this step's."""
@@ -108,28 +119,33 @@ class Places:
             here.table[number - 1] = Made(line, module, operation, self.count)
         task = C._current_graph_task_id()
         if task == -1:
-            phase = self.doing or ("forward" if here.stack and here.stack[0][1] else "bare")
-            return Place(phase, module, line)
+            if self.doing is not None and not torch.is_grad_enabled():  # a closure of the optimizer is forward
+                return Place(self.doing, module, line)
+            return Place("forward" if here.stack and here.stack[0][1] else "bare", module, line)
         return self._in_backward(task, line)
 
     def _in_backward(self, task: int, line: Optional[Line]) -> Place:
         here = self.here
-        table, twice, outer = self._task(task)
+        call = self._task(task)
+        outer = call.outer
         node = C._current_autograd_node()
         inside = len(here.stack) > here.base
-        again = inside or (line is not None and torch.is_grad_enabled() and not twice)
+        again = inside or (line is not None and torch.is_grad_enabled() and not call.twice)
         module = here.stack[-1][0] if inside else None
         phase = "recompute" if again else "backward"
         if node is None:
             return Place(phase, module, line, outer=outer)
-        number = node._sequence_nr()
-        return Place(phase, module, line, node.name(), number, None if again else table.get(number), outer)
+        number, name = node._sequence_nr(), node.name()
+        if number == ACCUMULATE and not again:
+            leaf = id(node.variable) if hasattr(node, "variable") else None
+            return Place(phase, module, line, name, number, Made(call.line, None, name, 0), outer, leaf)
+        return Place(phase, module, line, name, number, call.table.get(number), outer)
 
-    def _task(self, task: int) -> Tuple[Dict[int, Made], bool, Optional[int]]:
+    def _task(self, task: int) -> Call:
         known = self.tasks.get(task)
         if known is None:
-            caller = self.callers[-1] if self.callers else (self.forward_table, False, None)
-            known = self.tasks[task] = caller
+            known = self.callers[-1] if self.callers else Call(self.forward_table)
+            self.tasks[task] = known
         return known
 
     def enter_backward(self, *, nested: bool, create_graph: bool) -> None:
@@ -137,12 +153,13 @@ class Places:
         outer = None
         if nested:
             node = C._current_autograd_node()
-            outer = self.callers[-1][2] if self.callers else None
+            outer = self.callers[-1].outer if self.callers else None
             outer = node._sequence_nr() if outer is None and node is not None else outer
         else:
             self.here.base = len(self.here.stack)
             self.moments.append((self.count, "backward"))
-        self.callers.append((self.here.table if nested else self.forward_table, create_graph, outer))
+        line = self.line(sys._getframe(1))
+        self.callers.append(Call(self.here.table if nested else self.forward_table, create_graph, outer, line))
 
     def leave_backward(self, *, nested: bool) -> None:
         """It is over."""

@@ -13,17 +13,26 @@ from .window import Ends, Range
 Detail = Dict[str, Any]
 
 
-def look(tensor: torch.Tensor, *, later: bool = False) -> Optional[Range]:
-    """Smallest and largest element; None where there is nothing to look at. `later`: not read yet, on any device."""
+LARGE = 1 << 14  # elements of a tensor of which a brief look asks only whether it is finite
+ITEM: Any = torch._C.TensorBase.item  # not the one that the probe has wrapped
+
+
+def look(tensor: torch.Tensor, *, later: bool = False, brief: bool = False) -> Optional[Range]:
+    """Smallest and largest element; None where there is nothing to look at.
+
+    `later`: not read yet, on any device. `brief`: of a large one that is finite just that, which is faster to ask.
+    """
     if later or not tensor.is_cpu:
         return numbers.ends(tensor)
     if type(tensor) in numbers.PLAIN and tensor.layout is torch.strided:
         if tensor.is_floating_point() and tensor.numel():
+            if brief and tensor.numel() > LARGE and numbers.summable(tensor) and numbers.finite_sum(tensor):
+                return numbers.FINITE
             try:
                 low, high = torch.aminmax(tensor)
             except RuntimeError:  # fp16 in torch 2.1, float8
                 return at_once(tensor)
-            return low.item(), high.item()
+            return ITEM(low), ITEM(high)
         if not tensor.is_complex():
             return None
     return at_once(tensor)
@@ -36,6 +45,11 @@ def at_once(tensor: torch.Tensor) -> Optional[Ends]:
         return None
     low, high = pair.tolist()
     return low, high
+
+
+def finite(ends: Optional[Ends]) -> bool:
+    """Whether it is finite, or nothing."""
+    return ends is None or (ends[0] - ends[0] == 0.0 and ends[1] - ends[1] == 0.0)
 
 
 def kind_of(ends: Optional[Ends]) -> Optional[str]:

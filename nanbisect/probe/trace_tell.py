@@ -10,11 +10,11 @@ from .trace_book import Book
 from .trace_loss import Addend, Use
 from .trace_mode import Mode
 from .trace_places import Line, Place, Places, shown
-from .trace_records import INF, MASKING, ORIGIN, REDUCED, Frame, Record
+from .trace_records import INF, INTENDED, MASKING, ORIGIN, REDUCED, Frame, Record
 from .trace_way import Way
 
 HEAD, TAIL = 24, 8  # links of a long chain that are written
-OUTSIDE = {"parameter": "load", "buffer": "load", "batch": "data", "reduced": "reduce"}
+OUTSIDE = {"parameter": "load", "buffer": "load", "batch": "data", "unknown": "data", "reduced": "reduce"}
 Fields = Dict[str, Any]
 
 
@@ -39,8 +39,10 @@ class Paths:
 class Teller:
     """Turns records into LINKs and the like."""
 
-    def __init__(self, book: Book, places: Places, path: Callable[[Optional[int]], Optional[str]]) -> None:
-        self.book, self.places, self.path = book, places, path
+    def __init__(
+        self, book: Book, places: Places, path: Callable[[Optional[int]], Optional[str]], leaves: Dict[int, str]
+    ) -> None:
+        self.book, self.places, self.path, self.leaves = book, places, path, leaves
 
     def where(self, operation: str, place: Place, count: int) -> Fields:
         """operation, phase, module and source."""
@@ -53,8 +55,12 @@ class Teller:
         """LINK of a record. One whose bad input came from outside the step has the phase of that."""
         fields = self.where(record.operation, record.place, record.count)
         label, how = record.label, record.chosen.how if record.chosen is not None else None
-        if label != MASKING and how in OUTSIDE:
+        if record.meant and record.intended and how in OUTSIDE:
+            label = INTENDED
+        elif label != MASKING and how in OUTSIDE and not record.meant:
             fields["phase"] = OUTSIDE[how]
+            maker = record.chosen.maker if record.chosen is not None else None
+            fields["operation"] = maker[0] if maker is not None and how == "reduced" else fields["operation"]
             label = REDUCED if how == "reduced" else ORIGIN
         node = record.place.node if fields["phase"] != "recompute" else None
         return {**fields, "kind": record.kind, "label": label, "node": node}
@@ -74,6 +80,8 @@ class Teller:
         record = found.birth
         taken = record.chosen
         name = taken.name if taken is not None and taken.name is not None else record.written
+        if name is None and record.place.leaf is not None:
+            name = self.leaves.get(record.place.leaf)
         maker = taken.maker if taken is not None and taken.how == "unwritten" else None
         made = None if maker is None else self.where(maker[0], maker[1], record.count)
         return {
@@ -81,6 +89,15 @@ class Teller:
             "inputs": record.inputs, "outputs": record.outputs, "rows": record.rows, **record.spot,
             "allocated": made and {key: made[key] for key in ("operation", "module", "source")},
             "forward_was_finite": found.finite_before,
+        }  # fmt: skip
+
+    def loaded(self, fields: Fields, used: Any) -> Fields:
+        """ORIGIN of what was bad before the step, at its first use (operation, place, number), if it had one."""
+        where = {"operation": None, "module": None, "source": None} if used is None else self.where(*used)
+        return {
+            **where, "phase": "load", "kind": fields["value"], "label": ORIGIN, "node": None, "name": fields["name"],
+            "frames": [], "inputs": [], "outputs": [], "rows": None, "sample": None, "position": None,
+            "channel": None, "allocated": None, "forward_was_finite": None,
         }  # fmt: skip
 
     def chain(self, found: Way) -> Fields:
@@ -104,7 +121,17 @@ def _text(line: Line) -> str:
     return "%s %s" % (shown(line), line[2])
 
 
-NOTHING: Fields = {"chain": [], "chain_length": 0, "nan_at": None, "hidden_by": [], "before": [], "jumps": []}
+LINK = ("operation", "phase", "module", "source", "kind", "label", "node")
+NOTHING: Fields = {
+    "chain": [],
+    "chain_length": 0,
+    "nan_at": None,
+    "hidden_by": [],
+    "before": [],
+    "jumps": [],
+    "also": [],
+    "also_count": 0,
+}
 
 
 def kernels(teller: Teller, mode: Mode) -> List[Fields]:
@@ -133,7 +160,8 @@ def addends(teller: Teller, graph: Graph, found: Optional[Way]) -> List[Fields]:
         if made is not None:
             where = {"operation": made.operation, "module": teller.path(made.module), "source": shown(made.line)}
         reaches = None if number is None else number in addend.below
-        lines.append({**where, "bad": made is not None and made.nth in bad, "reaches": reaches})
+        nodes = [teller.places.forward_table.get(each) for each in (addend.number, *addend.scaled)]
+        lines.append({**where, "bad": any(node.nth in bad for node in nodes if node is not None), "reaches": reaches})
     return lines
 
 
@@ -146,11 +174,12 @@ def _first_node(found: Way) -> Optional[int]:
 
 
 def use(teller: Teller, uses: Sequence[Use], told: Sequence[str], found: Optional[Way]) -> Optional[Fields]:
-    """Of a tied weight: the use on the way; else the first that arrived non-finite by itself (`told`)."""
-    numbers = {each.number: each for each in uses}
-    on_way = [] if found is None else [record.place for record in reversed(found.links)]
+    """Of a tied weight: of the uses that arrived non-finite by themselves (`told`) the first on the way."""
+    bad = [each for each in uses if "%s (%s)" % (each.use, each.node) in told] or list(uses)
+    numbers = {each.number: each for each in bad}
+    on_way = [] if found is None else [record.place for record in found.links]
     chosen = next((numbers[place.number] for place in on_way if place.number in numbers), None)
-    chosen = chosen or next((each for text in told for each in uses if text.startswith(each.use)), None)
+    chosen = chosen or (bad[0] if told else None)
     if chosen is None:
         return None
     made = teller.places.forward_table.get(chosen.number)

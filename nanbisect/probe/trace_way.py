@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import List, NamedTuple, Optional, Tuple
+from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 from .trace_book import Book
 from .trace_records import MASKING, Frame, Record
@@ -27,19 +27,41 @@ def back(book: Book, target: Record) -> Way:
     """From a bad record to its birth: NaN before Inf, an Inf that was put there last."""
     links = _parents(book, target)
     birth = book.records[target.root]
-    twin, finite = None, None
-    if birth.place.phase == "recompute":
-        twin = _twin(book, birth)
-        finite = None if twin is not None else _was_finite(book, birth)
+    twin = None if birth.twin is None else book.records[birth.twin]
+    finite = _was_finite(book, birth) if twin is None and birth.place.phase == "recompute" else None
     if twin is not None:
         rest = [record for record in links if record.number >= birth.number]
         links, birth = [*_parents(book, twin), *rest], book.records[twin.root]
     hidden = _hidden(book, birth)
-    place = links.index(birth)
-    after = links[place + 1] if place + 1 < len(links) else None
-    if hidden and after is not None and after.place.phase in ("backward", "recompute"):
-        links = [*links[: place + 1], hidden[0], *links[place + 1 :]]
+    place = next((at for at, record in enumerate(links) if _again(record)), 0)
+    if hidden and place > links.index(birth):
+        links = [*links[:place], hidden[0], *links[place:]]
     return Way(links, birth, hidden, finite)
+
+
+def first(book: Book, targets: Sequence[Record]) -> Tuple[Record, List[Record]]:
+    """Of what failed, in its order, the one to explain, and births of the same kind that brought others.
+
+    That is the first, unless the same line bore the same badness before (a layer that stands nearer to the input,
+    whose gradients come later): then the first whose birth is the earliest of these.
+    """
+    births = [_forward(book, book.records[target.root]) for target in targets]
+    same = {birth.number: birth for birth in births if _line(birth) == _line(births[0])}
+    earliest = same[min(same)]
+    chosen = targets[births.index(earliest)]
+    return chosen, [birth for number, birth in sorted(same.items()) if birth is not earliest]
+
+
+def _line(record: Record) -> Tuple[object, ...]:
+    return record.operation, record.place.source, record.kind, record.label, record.place.phase
+
+
+def _forward(book: Book, birth: Record) -> Record:
+    return birth if birth.twin is None else book.records[book.records[birth.twin].root]
+
+
+def _again(record: Record) -> bool:
+    return record.place.phase in ("backward", "recompute")
 
 
 def _parents(book: Book, record: Record) -> List[Record]:
@@ -52,22 +74,12 @@ def _parents(book: Book, record: Record) -> List[Record]:
 
 def _same(frame: Frame, record: Record) -> bool:
     place = record.place
-    return (frame.operation, frame.place.module, frame.place.line) == (record.operation, place.module, place.line)
-
-
-def _twin(book: Book, record: Record) -> Optional[Record]:
-    """The record of the same operation in forward, with the same outputs."""
-    for other in reversed(book.records[: record.number]):
-        ran = other.place.phase not in ("recompute", "backward") and other.micro == record.micro
-        alike = other.frame >= 0 and (other.kind, other.shapes) == (record.kind, record.shapes)
-        if ran and alike and other.label != MASKING and _same(book.frames[other.frame], record):
-            return other
-    return None
+    return (frame.operation, frame.place.owner, frame.place.line) == (record.operation, place.owner, place.line)
 
 
 def _was_finite(book: Book, record: Record) -> Optional[bool]:
     """Whether the same operation gave finite values in forward; None where it did not run there."""
-    for frame in reversed(book.frames[: max(record.frame, 0)]):
+    for frame in reversed(book.frames[: max(record.frame - book.dropped, 0)]):
         if frame.place.phase not in ("recompute", "backward") and _same(frame, record):
             return math.isfinite(frame.absmax)
     return None
@@ -78,8 +90,7 @@ def _hidden(book: Book, birth: Record) -> List[Record]:
     found = [
         record
         for record in book.records[birth.number + 1 :]
-        if record.label == MASKING and record.root == birth.number and record.kind == birth.kind
-        and record.place.phase not in ("backward", "recompute")
+        if record.label == MASKING and record.root == birth.number and record.kind == birth.kind and not _again(record)
     ]  # fmt: skip
     return found[:HIDING]
 
@@ -87,23 +98,21 @@ def _hidden(book: Book, birth: Record) -> List[Record]:
 def jumps(book: Book, birth: Record) -> List[Tuple[Frame, float, float]]:
     """(operation, absmax of its largest input, of its output) where that grew, on the way to the birth."""
     found: List[Tuple[Frame, float, float]] = []
-    number = birth.frame
+    frame = book.frame(birth.frame)
     for _ in range(STEPS):
-        frame = book.frames[number] if number >= 0 else None
-        if frame is None or not frame.parents:
+        parents = [book.frame(each) for each in frame.parents] if frame is not None else []
+        finite = [each for each in parents if each is not None and math.isfinite(each.absmax)]
+        if frame is None or not finite:
             break
-        finite = [each for each in frame.parents if math.isfinite(book.frames[each].absmax)]
-        if not finite:
-            break
-        largest = max(finite, key=lambda each: book.frames[each].absmax)
-        low, high = book.frames[largest].absmax, frame.absmax
+        largest = max(finite, key=lambda each: each.absmax)
+        low, high = largest.absmax, frame.absmax
         if math.isfinite(high) and high >= JUMP * low > 0:
             found.append((frame, low, high))
-        number = largest
+        frame = largest
     return found[::-1]
 
 
 def before(book: Book, birth: Record) -> List[Frame]:
     """The last operations before the birth, whatever they worked on."""
-    at = birth.frame if birth.frame >= 0 else len(book.frames)
-    return book.frames[max(0, at - BEFORE) : at]
+    at = birth.frame - book.dropped if birth.frame >= 0 else len(book.frames)
+    return book.frames[max(0, at - BEFORE) : max(0, at)]

@@ -8,8 +8,9 @@ what failed, and writes one `origin` event. It changes nothing that the training
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, NamedTuple, Optional
 
 import torch
 from torch.nn.modules import module as modules
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from .graph import Walk
     from .observer import Observer
 
+ALSO = 16  # births of the same kind that are listed
+
 
 class Heard(NamedTuple):
     """A non-finite event of the traced step."""
@@ -58,7 +61,7 @@ class Tracing:
 
     def __init__(self, observer: Observer, step: int) -> None:
         self.observer, self.step = observer, step
-        self.begun = self.over = False
+        self.begun = self.over = self.told = False
         self.plain: Optional[float] = None
         self.heard: List[Heard] = []
         self.notes: List[Note] = []
@@ -78,8 +81,19 @@ class Tracing:
 
     def forward(self, module: torch.nn.Module, found: Dict[str, torch.Tensor]) -> None:
         """A training forward of a root starts (everything that the probe does before it is done)."""
+        self._tried(self._forward, module, found)
+
+    def _tried(self, work: Callable[..., None], *args: Any) -> None:
+        """An error of ours ends the trace, and it is written why nothing was found."""
         if self.over:
             return
+        try:
+            work(*args)
+        except Exception as error:  # noqa: BLE001 - the training must go on
+            self._failed(error)
+
+    def _forward(self, module: torch.nn.Module, found: Dict[str, torch.Tensor]) -> None:
+        self.places.doing = None
         if not self.begun and self.observer.window.step == self.step:
             self._begin(module)
         elif self.begun and any(heard.place.phase != "load" for heard in self.heard):
@@ -167,11 +181,12 @@ class Tracing:
 
     def ended(self, window: Window, how: str, seconds: Optional[float]) -> None:
         """A step of the probe's is over; `seconds` that it took, where it had a backward."""
-        if self.over:
-            return
+        self._tried(self._ended, window, how, seconds)
+
+    def _ended(self, window: Window, how: str, seconds: Optional[float]) -> None:
         if self.begun and (window.seen or self.heard or how == "exit"):
             self.finish(window, how)
-        elif how == "exit" and self.observer.journal.pid is not None:
+        elif how == "exit" and self.observer.journal.pid == os.getpid():
             reason = "step %d was not reached: the training ended in step %d" % (self.step, window.step)
             self._write({"found": False, "reason": reason})
         elif seconds is not None:
@@ -184,10 +199,28 @@ class Tracing:
             return
         self.mode.flush()
         self._stop()
+        load = next((each for each in self.heard if each.place.phase == "load"), None)
         heard = next((each for each in self.heard if each.place.phase != "load"), None)
-        heard = heard or next(iter(self.heard), None)
-        fields = self._found(window, heard) if heard is not None else {"found": False, "reason": self._nothing(how)}
+        if load is not None and (heard is None or _left(heard, load)):
+            fields = self._only_loaded(load)
+        elif heard is not None:
+            fields = self._found(window, heard)
+        else:
+            fields = {"found": False, "reason": self._nothing(how)}
         self._write({**fields, "seconds": seconds})
+
+    def _only_loaded(self, heard: Heard) -> Dict[str, Any]:
+        """Something was bad before the first step, and nothing that this step computed: its first use, if any."""
+        names = [entry["name"] for entry in heard.bad]
+        bad = [each for each in self.loaded if each.fields["name"] in names]
+        place = {"phase": "load", "value": heard.place.value, "name": names[0], "micro_batch": 0}
+        if not bad:
+            return {"found": False, "reason": "%s was bad after loading" % names[0], "surfaced": place}
+        used = self.mode.watched.get(bad[0].key) if bad[0].key is not None else None
+        origin = self._teller().loaded(bad[0].fields, used)
+        link = {key: origin[key] for key in tell.LINK}
+        return {"found": True, "reason": None, "surfaced": place, "micro_batch": 0, "origin": origin, "chain": [link],
+                "chain_length": 1, "nan_at": 0 if link["kind"] == "nan" else None}  # fmt: skip
 
     def _nothing(self, how: str) -> str:
         absorbed = "; a GradScaler skipped it" if how == "scaler_skip" else ""
@@ -202,6 +235,9 @@ class Tracing:
         self.eagerly.end()
 
     def _failed(self, error: Exception) -> None:
+        """Called by the mode, too."""
+        if self.told:
+            return
         self._stop()
         self.observer.journal.write("probe_error", where="trace", error=repr(error))
         self._write({"found": False, "reason": "the trace failed: %r" % error})
@@ -209,7 +245,8 @@ class Tracing:
     def _found(self, window: Window, heard: Heard) -> Dict[str, Any]:
         place = heard.place
         teller = self._teller()
-        target = self._target(window, heard)
+        targets = self._targets(window, heard)
+        target, others = way.first(self.book, targets) if targets else (None, [])
         found = None if target is None else way.back(self.book, target)
         name = heard.bad[0]["name"] if heard.bad else None
         surfaced = {"phase": place.phase, "value": place.value, "name": name, "micro_batch": place.micro}
@@ -219,6 +256,7 @@ class Tracing:
             fields.update(found=False, reason=reason)
         else:
             fields.update(found=True, reason=None, origin=teller.origin(found), **teller.chain(found))
+            fields.update(also=[teller.link(birth) for birth in others[:ALSO]], also_count=len(others))
         graph = self.graphs.get(place.micro, tell.Graph([], {}))
         fields["addends"] = tell.addends(teller, graph, found if place.phase != "loss" else None)
         fields["use"] = self._use(teller, graph, heard, found)
@@ -233,30 +271,36 @@ class Tracing:
 
     def _teller(self) -> tell.Teller:
         paths = tell.Paths(self.observer.names, self._roots(), self.places.modules)
-        return tell.Teller(self.book, self.places, paths)
+        names = self.observer.names
+        leaves = {id(tensor): name for name, tensor in names.live(names.parameters)}
+        return tell.Teller(self.book, self.places, paths, leaves)
 
     # what failed ----------------------------------------------------------------------------------
 
-    def _target(self, window: Window, heard: Heard) -> Optional[Record]:
-        place, names = heard.place, self.observer.names
+    def _targets(self, window: Window, heard: Heard) -> List[Record]:
+        """Records of what failed, the first first."""
+        place = heard.place
         if place.phase == "loss":
-            return self._noted("loss", place.micro, None)
+            return self._losses(place.micro)[:1]
         if place.phase == "backward":
-            wanted = heard.bad[0]["name"] if heard.bad else UNKNOWN
-            known = {id(tensor) for name, tensor in names.live(names.parameters) if name == wanted}
-            return self._noted("gradient", place.micro, known)
+            return self._gradients(place.micro, heard.bad[0]["name"] if heard.bad else UNKNOWN)
         if place.phase == "clip" and isinstance(window.norm, torch.Tensor):
             return self._of([window.norm])
         return self._of(self._named(heard, place.phase))
 
-    def _noted(self, what: str, micro: int, keys: Any) -> Optional[Record]:
-        notes = [note for note in self.notes if note.what == what]
-        same = [note for note in notes if note.micro == micro]
-        exact = [note for note in same if keys and note.key in keys]
-        for note in (*exact, *(same if what == "gradient" else reversed(same)), *notes):
-            record: Record = self.book.records[note.record]
-            return record
-        return None
+    def _losses(self, micro: int) -> List[Record]:
+        """Of this micro-batch, the last that was handed over or looked at."""
+        notes = [note for note in reversed(self.notes) if note.what == "loss"]
+        notes.sort(key=lambda note: note.micro != micro)
+        return [self.book.records[note.record] for note in notes]
+
+    def _gradients(self, micro: int, name: str) -> List[Record]:
+        """Of this micro-batch, in order of arrival, the named one first."""
+        names = self.observer.names
+        keys = {id(tensor) for known, tensor in names.live(names.parameters) if known == name}
+        notes = [note for note in self.notes if note.what == "gradient" and note.micro == micro]
+        notes.sort(key=lambda note: note.key not in keys)
+        return [self.book.records[note.record] for note in notes]
 
     def _named(self, heard: Heard, phase: str) -> List[torch.Tensor]:
         names = self.observer.names
@@ -268,15 +312,15 @@ class Tracing:
         wanted = {entry["name"] for entry in heard.bad}
         return [tensor for name, tensor in pairs if name in wanted or (phase == "reduce" and not wanted)]
 
-    def _of(self, tensors: List[torch.Tensor]) -> Optional[Record]:
+    def _of(self, tensors: List[torch.Tensor]) -> List[Record]:
         """The record of the one whose badness is the oldest."""
         keys = [operations.storage(tensor) for tensor in tensors]
         marks = [self.book.bad[key] for key in keys if key is not None and key in self.book.bad]
         records = [self.book.records[mark.value] for mark in marks]
-        return min(records, key=lambda record: record.root) if records else None
+        return sorted(records, key=lambda record: record.root)[:1]
 
     def _write(self, fields: Dict[str, Any]) -> None:
-        self.over = True
+        self.over = self.told = True
         teller = self._teller()
         for each in self.loaded:
             used = self.mode.watched.get(each.key) if each.key is not None else None
@@ -288,3 +332,18 @@ class Tracing:
             "seconds": None, "plain_seconds": self.plain, "traced_in_eager": self.eagerly.compiled, **fields,
         }  # fmt: skip
         self.observer.journal.write("origin", **whole)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Hold nothing of the user's any longer."""
+        self.book = self.mode.book = Book()
+        self.notes, self.graphs, self.loaded = [], {}, []
+        places, self.places = self.places, Places()
+        self.mode.places = self.places
+        self.places.count = places.count
+
+
+def _left(heard: Heard, load: Heard) -> bool:
+    """Whether an event after the step shows only what was bad before it."""
+    names = {entry["name"] for entry in load.bad}
+    return heard.place.phase == "optimizer" and all(entry["name"] in names for entry in heard.bad)
