@@ -6,11 +6,13 @@ texts, run as in test_probe: a line marked `# birth` is the one that the trace m
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.test_probe import PROBE, SCRIPTS, Seen, all_seen, scenario, seen  # noqa: F401 - two are fixtures
+from tests.test_probe import PROBE, SCRIPTS, Seen, Test, all_seen, scenario, seen  # noqa: F401 - two are fixtures
 
 pytestmark = pytest.mark.training
 
@@ -82,15 +84,9 @@ class Do(nn.Module):
 LINK = {"operation", "phase", "module", "source", "kind", "label", "node"}
 
 
-def traced(script: str) -> Any:
+def traced(script: str) -> Callable[[Test], Test]:
     """A scenario that has the models above."""
-    return scenario(TRACE + "\n" + _flush(script))
-
-
-def _flush(script: str) -> str:
-    import textwrap
-
-    return textwrap.dedent(script)
+    return scenario(TRACE + "\n" + textwrap.dedent(script))
 
 
 class Told:

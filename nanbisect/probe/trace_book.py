@@ -33,6 +33,7 @@ from .trace_records import (
 )
 from .window import Ends
 
+MASKS = ("buffer", "batch")  # where a mask may come from
 DETAILS = 256  # records described in full
 
 
@@ -183,7 +184,8 @@ class Book:
         record.chosen = min(pool, key=lambda each: self._order(each, record.number)) if pool else None
         if record.chosen is not None and record.chosen.record is not None:
             parent = self.records[record.chosen.record]
-            if not (parent.intended and record.kind == "nan"):  # what was put there is no birth
+            meant = parent.intended and record.kind == "nan"
+            if not meant or self._blamed(parent, call):  # what was put there is no birth
                 record.root = parent.root
         if not bad:
             record.label = MASKING
@@ -195,6 +197,9 @@ class Book:
         else:
             record.label = SPREAD
         chosen = record.chosen
+        record.meant = chosen is not None and self._meant(chosen)
+        if record.kind == "nan" and chosen is not None and chosen.how in MASKS and not call.about.kernel:
+            record.meant = False
         if bad and chosen is not None:
             record.intended = record.kind in INF and self._meant(chosen)
             if chosen.how in ("unwritten", "reduced") and (record.kind != "nan" or chosen.kind == "nan"):
@@ -213,13 +218,21 @@ class Book:
                 return other.number
         return None
 
+    def _blamed(self, parent: Record, call: Call) -> bool:
+        """Whether an Inf of the batch or of a buffer is to blame for a NaN: a softmax takes it for a mask."""
+        root = self.records[parent.root]
+        if call.about.kernel or root.chosen is None or root.chosen.how not in MASKS:
+            return False
+        root.intended = root.meant = False
+        return True
+
     def _meant(self, taken: Taken) -> bool:
         """Whether an Inf was put there: a constant from before, a mask in a buffer."""
         if taken.kind == "nan":
             return False
         if taken.record is not None:
             return self.records[taken.record].intended
-        return taken.how == "unknown" or (taken.how == "buffer" and taken.kind == "-inf")
+        return taken.how == "unknown" or (taken.how in MASKS and taken.kind == "-inf")
 
     def _order(self, taken: Taken, number: int) -> Tuple[bool, int]:
         """NaN of any kind, or an Inf that nobody meant, before an Inf that was put there; then the oldest."""
@@ -287,7 +300,7 @@ def floating(tensor: torch.Tensor) -> bool:
 
 def hold(tensor: torch.Tensor) -> StorageWeakRef:
     """Keeps a storage's number from being used again; its memory is free to go."""
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    return StorageWeakRef(operations.held(tensor).untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def widest(found: List[Ends]) -> Ends:

@@ -110,18 +110,29 @@ def infinite_scalar(args: Any, kwargs: Any) -> bool:
     return any(type(each) is float and each in (float("inf"), float("-inf")) for each in (*args, *kwargs.values()))
 
 
+def held(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that has the memory: the values of a sparse one, this rank's part of a sharded one."""
+    if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+        return tensor
+    part = getattr(tensor, "_local_tensor", tensor)
+    if part.layout is not torch.strided:
+        return part._values() if part.is_sparse else part.values()
+    return part
+
+
 def memory(tensor: torch.Tensor) -> Tuple[Optional[int], bool]:
     """The number of its storage, and whether the tensor is all of that."""
     try:
-        held = tensor.untyped_storage()
+        part = held(tensor)
+        storage = part.untyped_storage()
     except (RuntimeError, NotImplementedError, AttributeError):
         return None, True
-    return int(held._cdata), tensor.numel() * tensor.element_size() >= held.nbytes()
+    return int(storage._cdata), part.numel() * part.element_size() >= storage.nbytes()
 
 
 def storage(tensor: torch.Tensor) -> Optional[int]:
     """A number for the memory of a tensor, as long as that lives; None for one without memory of its own."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return int(held(tensor).untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError, AttributeError):
         return None
