@@ -52,7 +52,7 @@ def test_the_trace_is_right_and_its_cause_is_known(watched: Host, case: Case) ->
 def test_the_other_aids_are_really_asked(plain: Host) -> None:
     """One case each that it is right about, and one in which it says nothing."""
     root, silent, overflow = (
-        case for name in ("unselected_where-root", "norm_overflow", "fp16_overflow") for case in chosen([name])
+        case for name in ("unselected_where-root", "norm_overflow", "fp16_overflow-half") for case in chosen([name])
     )
     assert root.truth is not None
     said = anomaly(plain, root)
