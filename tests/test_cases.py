@@ -42,6 +42,10 @@ def test_the_trace_is_right_and_its_cause_is_known(watched: Host, case: Case) ->
     assert wrong(case, traced) == ()
     findings = known(traced.origin, traced.outcome)
     assert {finding.code for finding in findings} == set(case.causes)
+    if traced.found:
+        assert traced.origin is not None
+        kept = {key: value for key, value in traced.origin.items() if key not in ("kind", "origin", "found")}
+        assert known({**traced.origin["origin"], **kept}, traced.outcome) == findings  # as an outcome keeps it
     for finding in findings:
         assert traced.origin is not None
         less = known(*without(finding.code, traced.origin, traced.outcome))
