@@ -33,6 +33,8 @@ from .trace_records import (
 )
 from .window import Ends
 
+KEPT = 20000  # frames: a step of many micro-batches has many
+RECORDS = 100000  # a step that is bad from end to end
 MASKS = ("buffer", "batch")  # where a mask may come from
 DETAILS = 256  # records described in full
 
@@ -52,7 +54,8 @@ class Book:
     """Takes operations in their order, with the ranges of what they wrote."""
 
     def __init__(self) -> None:
-        self.frames: List[Frame] = []
+        self.frames: List[Frame] = []  # the latest
+        self.dropped = 0  # frames before these
         self.records: List[Record] = []
         self.made: Dict[int, int] = {}  # storage -> frame that wrote it last
         self.whole: Dict[int, Ends] = {}  # storage -> its range, where all of it was written and finite
@@ -72,7 +75,8 @@ class Book:
             return
         taken_from = [operations.storage(tensor) for _, tensor in call.inputs]
         fine, record = all(map(ranges.finite, found)), None
-        if not fine or (self.bad and any(key in self.bad for key in taken_from)):
+        full = len(self.records) >= RECORDS
+        if not full and (not fine or (self.bad and any(key in self.bad for key in taken_from))):
             kinds = [ranges.kind_of(ends) for ends in found]
             worst = "nan" if "nan" in kinds else next((kind for kind in kinds if kind is not None), None)
             record = self._record(call, taken_from, kinds, worst, before)
@@ -118,7 +122,7 @@ class Book:
         self, call: Call, taken_from: List[Optional[int]], found: List[Optional[Ends]], record: Optional[Record]
     ) -> int:
         """The operation in short; its number."""
-        number, made = len(self.frames), self.made
+        number, made = self.dropped + len(self.frames), self.made
         if record is not None:
             record.frame = number
         parents = tuple([made[key] for key in taken_from if key in made])
@@ -126,7 +130,15 @@ class Book:
         ends = found[at] if len(found) == 1 else widest([each for each in found if each is not None])
         shape = tuple(call.outputs[at][1].shape)
         self.frames.append(Frame(call.about.name, call.place, shape, ends or (0.0, 0.0), parents, call.count))
+        if len(self.frames) > 2 * KEPT:
+            del self.frames[:KEPT]
+            self.dropped += KEPT
         return number
+
+    def frame(self, number: int) -> Optional[Frame]:
+        """One of the latest; None for an older one."""
+        at = number - self.dropped
+        return self.frames[at] if 0 <= at < len(self.frames) else None
 
     # records -----------------------------------------------------------------------------------
 

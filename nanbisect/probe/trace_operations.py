@@ -50,6 +50,8 @@ def about(function: Any) -> About:
 
 
 def _ask(function: Any) -> About:
+    if not hasattr(function, "_schema"):
+        return _higher(function)
     name, schema = str(function).rsplit(".", 1)[0], function._schema
     arguments = tuple(argument.name for argument in schema.arguments)
     written = [
@@ -73,10 +75,16 @@ def _ask(function: Any) -> About:
     )
 
 
+def _higher(function: Any) -> About:
+    """An operator that takes functions, such as flex_attention."""
+    name = "higher_order.%s" % getattr(function, "_name", type(function).__name__)
+    return About(name, (), (), False, False, False, False, False, False, bool(KERNEL.search(name)))
+
+
 def inputs(known: About, args: Any, kwargs: Any) -> Named:
     """Tensors handed to an operation."""
     found: Named = []
-    for name, value in zip(known.arguments, args):
+    for name, value in zip(known.arguments or map(str, range(len(args))), args):
         _add(found, name, value)
     for name, value in kwargs.items():
         _add(found, name, value)

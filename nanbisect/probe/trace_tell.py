@@ -59,6 +59,8 @@ class Teller:
             label = INTENDED
         elif label != MASKING and how in OUTSIDE and not record.meant:
             fields["phase"] = OUTSIDE[how]
+            maker = record.chosen.maker if record.chosen is not None else None
+            fields["operation"] = maker[0] if maker is not None and how == "reduced" else fields["operation"]
             label = REDUCED if how == "reduced" else ORIGIN
         node = record.place.node if fields["phase"] != "recompute" else None
         return {**fields, "kind": record.kind, "label": label, "node": node}

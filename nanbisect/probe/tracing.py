@@ -8,8 +8,9 @@ what failed, and writes one `origin` event. It changes nothing that the training
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, NamedTuple, Optional
 
 import torch
 from torch.nn.modules import module as modules
@@ -60,7 +61,7 @@ class Tracing:
 
     def __init__(self, observer: Observer, step: int) -> None:
         self.observer, self.step = observer, step
-        self.begun = self.over = False
+        self.begun = self.over = self.told = False
         self.plain: Optional[float] = None
         self.heard: List[Heard] = []
         self.notes: List[Note] = []
@@ -80,8 +81,19 @@ class Tracing:
 
     def forward(self, module: torch.nn.Module, found: Dict[str, torch.Tensor]) -> None:
         """A training forward of a root starts (everything that the probe does before it is done)."""
+        self._tried(self._forward, module, found)
+
+    def _tried(self, work: Callable[..., None], *args: Any) -> None:
+        """An error of ours ends the trace, and it is written why nothing was found."""
         if self.over:
             return
+        try:
+            work(*args)
+        except Exception as error:  # noqa: BLE001 - the training must go on
+            self._failed(error)
+
+    def _forward(self, module: torch.nn.Module, found: Dict[str, torch.Tensor]) -> None:
+        self.places.doing = None
         if not self.begun and self.observer.window.step == self.step:
             self._begin(module)
         elif self.begun and any(heard.place.phase != "load" for heard in self.heard):
@@ -169,11 +181,12 @@ class Tracing:
 
     def ended(self, window: Window, how: str, seconds: Optional[float]) -> None:
         """A step of the probe's is over; `seconds` that it took, where it had a backward."""
-        if self.over:
-            return
+        self._tried(self._ended, window, how, seconds)
+
+    def _ended(self, window: Window, how: str, seconds: Optional[float]) -> None:
         if self.begun and (window.seen or self.heard or how == "exit"):
             self.finish(window, how)
-        elif how == "exit" and self.observer.journal.pid is not None:
+        elif how == "exit" and self.observer.journal.pid == os.getpid():
             reason = "step %d was not reached: the training ended in step %d" % (self.step, window.step)
             self._write({"found": False, "reason": reason})
         elif seconds is not None:
@@ -222,6 +235,9 @@ class Tracing:
         self.eagerly.end()
 
     def _failed(self, error: Exception) -> None:
+        """Called by the mode, too."""
+        if self.told:
+            return
         self._stop()
         self.observer.journal.write("probe_error", where="trace", error=repr(error))
         self._write({"found": False, "reason": "the trace failed: %r" % error})
@@ -304,7 +320,7 @@ class Tracing:
         return sorted(records, key=lambda record: record.root)[:1]
 
     def _write(self, fields: Dict[str, Any]) -> None:
-        self.over = True
+        self.over = self.told = True
         teller = self._teller()
         for each in self.loaded:
             used = self.mode.watched.get(each.key) if each.key is not None else None
@@ -316,6 +332,15 @@ class Tracing:
             "seconds": None, "plain_seconds": self.plain, "traced_in_eager": self.eagerly.compiled, **fields,
         }  # fmt: skip
         self.observer.journal.write("origin", **whole)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Hold nothing of the user's any longer."""
+        self.book = self.mode.book = Book()
+        self.notes, self.graphs, self.loaded = [], {}, []
+        places, self.places = self.places, Places()
+        self.mode.places = self.places
+        self.places.count = places.count
 
 
 def _left(heard: Heard, load: Heard) -> bool:
