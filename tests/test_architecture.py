@@ -32,6 +32,7 @@ FLOORS = (
             "matrix_file",
             "matrix_schema",
             "suspects",
+            "causes",
         ),
         *(
             "presence",
