@@ -177,7 +177,7 @@ def _traced(driver: Driver, cell: Cell, listener: driving.Listener, *, variant: 
 def traced_lines(traced: Traced) -> tuple[str, ...]:
     """What a trace found, for a terminal."""
     notes = (traced.note.text,) if traced.note else ()
-    return (*(plain_lines(traced.origin) if traced.origin else ()), *notes)
+    return (*(plain_lines(traced.origin, traced.outcome) if traced.origin else ()), *notes)
 
 
 def _to_trace(inputs: RunInputs) -> tuple[int, ...]:

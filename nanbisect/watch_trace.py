@@ -95,7 +95,10 @@ class _Again:
         return traced
 
     def _told(self, traced: Traced) -> None:
-        lines = [*(plain_lines(traced.origin) if traced.origin else ()), *([traced.note.text] if traced.note else ())]
+        lines = [
+            *(plain_lines(traced.origin, self.before) if traced.origin else ()),
+            *([traced.note.text] if traced.note else ()),
+        ]
         for place, line in enumerate(lines):
             self.tell(line if place else f"nanbisect: traced: {line}")
 

@@ -1,6 +1,6 @@
 """What a trace found, in words and tables: where a value was born, how it went on, what the numbers were.
 
-Built from `Outcome.origin` alone. The known-cause catalogue has its place here: `Origin.findings`.
+Built from `Outcome.origin`, with what the catalogue of known causes says of it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nanbisect.causes import Finding, known, url
 from nanbisect.neutrality import listed
-from nanbisect.outcome import CellResult, number, unwrapped
+from nanbisect.outcome import CellResult, Outcome, number, unwrapped
 from nanbisect.report.words import clip, code, counted, figure, one_line
 
 KINDS = {"nan": "NaN", "+inf": "Inf", "-inf": "-Inf"}
@@ -25,16 +26,6 @@ Table = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
-class Known:
-    """What the catalogue of known causes says: a sentence, the mend, public references, and the evidence it names."""
-
-    sentence: str
-    mend: str = ""
-    references: tuple[str, ...] = ()
-    evidence: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Origin:
     """One traced cell. `head` is the sentence for below the verdict, `notes` all further sentences; each table has
     rows for the columns of the same name above it in this module."""
@@ -46,15 +37,16 @@ class Origin:
     ranges: Table
     kernels: Table
     before: Table
-    findings: tuple[Known, ...] = ()
+    findings: tuple[Finding, ...] = ()
 
 
 def origins(failing: Sequence[CellResult]) -> tuple[Origin, ...]:
     """Of every cell that was traced, by number."""
-    return tuple(_origin(result, found) for result in failing if result.outcome and (found := result.outcome.origin))
+    outcomes = ((result, result.outcome) for result in failing)
+    return tuple(_origin(result, one, one.origin) for result, one in outcomes if one is not None and one.origin)
 
 
-def _origin(result: CellResult, found: Mapping[str, Any]) -> Origin:
+def _origin(result: CellResult, outcome: Outcome, found: Mapping[str, Any]) -> Origin:
     return Origin(
         cell=result.cell.number,
         head=origin_line(found),
@@ -63,7 +55,7 @@ def _origin(result: CellResult, found: Mapping[str, Any]) -> Origin:
         ranges=tuple(_ranges(found))[:TENSORS],
         kernels=tuple(_kernel(row) for row in _some(found, "kernels")[:KERNELS]),
         before=tuple(_frame(row) for row in _some(found, "before")[-BEFORE:]),
-        findings=tuple(_known(entry) for entry in _some(found, "findings")),
+        findings=known(found, outcome),
     )
 
 
@@ -136,11 +128,11 @@ def _surfaced(found: Mapping[str, Any]) -> str:
     return f"; surfaced in {_text(place.get('phase'))}{name}"
 
 
-def plain_lines(found: Mapping[str, Any]) -> tuple[str, ...]:
-    """All of it for a terminal: the sentence, the notes, the chain, the ranges."""
+def plain_lines(found: Mapping[str, Any], outcome: Outcome) -> tuple[str, ...]:
+    """All of it for a terminal: the sentence, what is known, the notes, the chain, the ranges."""
     chain = [_link(link) for link in _some(found, "chain")[:CHAIN]]
-    known = [sentence for entry in _some(found, "findings") for sentence in known_words(_known(entry))]
-    sentences = [text.replace("`", "") for text in (origin_line(found), *known, *_notes(found))]
+    told = [sentence for finding in known(found, outcome) for sentence in known_words(finding)]
+    sentences = [text.replace("`", "") for text in (origin_line(found), *told, *_notes(found))]
     tables = (("chain", LINKS, chain), ("numbers", RANGES, list(_ranges(found))[:TENSORS]))
     return (
         *sentences,
@@ -160,6 +152,7 @@ def _aligned(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator
 
 def _notes(found: Mapping[str, Any]) -> Iterator[str]:
     yield from _elements(found)
+    yield from _also(found)
     yield from _first_nan(found)
     yield from _channels(found)
     use = found.get("use")
@@ -199,6 +192,13 @@ def _positions(positions: Any) -> str:
         return f"position {numbers[0]}"
     whole = numbers == list(range(numbers[0], numbers[-1] + 1))
     return f"positions {numbers[0]} to {numbers[-1]}" if whole else f"positions {', '.join(map(str, numbers[:NAMED]))}"
+
+
+def _also(found: Mapping[str, Any]) -> Iterator[str]:
+    rows = _some(found, "also")
+    if rows:
+        names = listed([code(_module(row.get("module"))) for row in rows], NAMED)
+        yield f"The same is born at the same line in {names} too."
 
 
 def _first_nan(found: Mapping[str, Any]) -> Iterator[str]:
@@ -292,13 +292,8 @@ def _kernel(row: Mapping[str, Any]) -> tuple[str, ...]:
     return _text(row.get("kernel")), _text(row.get("phase")), module, _text(row.get("calls")), lengths, left, rows
 
 
-def known_words(found: Known) -> Iterator[str]:
+def known_words(found: Finding) -> Iterator[str]:
     """The sentence with its evidence, then the mend with where it is told."""
-    yield f"{found.sentence}{f' Evidence: {listed(found.evidence)}.' if found.evidence else ''}"
-    if found.mend or found.references:
-        yield f"To mend: {found.mend}{f' See {listed(found.references)}.' if found.references else ''}"
-
-
-def _known(entry: Mapping[str, Any]) -> Known:
-    texts = {name: tuple(_text(each) for each in entry.get(name) or ()) for name in ("references", "evidence")}
-    return Known(one_line(str(entry.get("sentence", ""))), one_line(str(entry.get("mend", ""))), **texts)
+    yield f"{found.sentence} Evidence: {found.evidence.rstrip('.')}."
+    references = f" See {listed([url(each) for each in found.references], NAMED)}." if found.references else ""
+    yield f"To mend: {found.mend.rstrip('.')}.{references}"
