@@ -17,9 +17,11 @@ from nanbisect.report.words import clip, code, counted, figure, one_line
 KINDS = {"nan": "NaN", "+inf": "Inf", "-inf": "-Inf"}
 CHAIN, TENSORS, BEFORE, KERNELS, NAMED = 24, 12, 20, 12, 8
 TEXT = 120
+ITSELF = "the model itself"
+LISTED = 32  # positions that the trace lists of one sample
 RANGES = ("tensor", "shape", "dtype", "min", "max", "NaN", "+Inf", "-Inf")
 LINKS = ("operation", "phase", "module", "line", "gave", "")
-FRAMES = ("operation", "phase", "module", "line", "shape", "min", "max")
+FRAMES = ("before it, the nearest first", "phase", "module", "line", "shape", "min", "max")
 SDPA = ("kernel", "phase", "module", "calls", "queries x keys", "modulo 64, 128", "fully masked rows")
 
 Table = tuple[tuple[str, ...], ...]
@@ -54,7 +56,7 @@ def _origin(result: CellResult, outcome: Outcome, found: Mapping[str, Any]) -> O
         chain=tuple(_link(link) for link in _some(found, "chain")[:CHAIN]),
         ranges=tuple(_ranges(found))[:TENSORS],
         kernels=tuple(_kernel(row) for row in _some(found, "kernels")[:KERNELS]),
-        before=tuple(_frame(row) for row in _some(found, "before")[-BEFORE:]),
+        before=tuple(_frame(row) for row in reversed(_some(found, "before")[-BEFORE:])),
         findings=known(found, outcome),
     )
 
@@ -71,7 +73,15 @@ def _text(value: Any) -> str:
 def _module(value: Any) -> str:
     """A module's path as the model has it, without DDP around it."""
     path = unwrapped(f"{_text(value)}.").rstrip(".")
-    return path or "the model itself"
+    return path or ITSELF
+
+
+def _in(row: Mapping[str, Any]) -> str:
+    """` in decoder.layers.0`; nothing where no module is known."""
+    if row.get("module") is None:
+        return ""
+    path = _module(row["module"])
+    return f" in {path if path == ITSELF else code(path)}"
 
 
 def _source(row: Mapping[str, Any]) -> str:
@@ -89,7 +99,7 @@ def origin_line(found: Mapping[str, Any]) -> str:
 def _born(found: Mapping[str, Any]) -> str:
     kind = KINDS.get(str(found.get("kind")), "A non-finite value")
     name = f" in {code(unwrapped(_text(found['name'])))}" if found.get("name") else ""
-    module = f" in {code(_module(found['module']))}" if found.get("module") is not None else ""
+    module = _in(found)
     source = _source(found)
     label = f", {_text(found['label'])}" if found.get("label") not in (None, "origin") else ""
     operation = f": {code(_text(found['operation']))}" if found.get("operation") else ""
@@ -157,7 +167,7 @@ def _notes(found: Mapping[str, Any]) -> Iterator[str]:
     yield from _channels(found)
     use = found.get("use")
     if isinstance(use, Mapping):
-        yield f"Of the tied weight it came through the {_text(use.get('use'))}, {code(_module(use.get('module')))}."
+        yield f"Of the tied weight it came through the {_text(use.get('use'))}{_in(use)}."
     if found.get("forward_was_finite"):
         yield "The same operation was finite in forward: only its recomputation was not."
     for jump in [jump for jump in _some(found, "jumps") if jump.get("source")][:NAMED]:
@@ -191,7 +201,12 @@ def _positions(positions: Any) -> str:
     if len(numbers) == 1:
         return f"position {numbers[0]}"
     whole = numbers == list(range(numbers[0], numbers[-1] + 1))
-    return f"positions {numbers[0]} to {numbers[-1]}" if whole else f"positions {', '.join(map(str, numbers[:NAMED]))}"
+    more = " and further ones" if len(numbers) == LISTED else ""
+    return (
+        f"positions {numbers[0]} to {numbers[-1]}{more}"
+        if whole
+        else f"positions {', '.join(map(str, numbers[:NAMED]))}"
+    )
 
 
 def _also(found: Mapping[str, Any]) -> Iterator[str]:
@@ -205,7 +220,7 @@ def _first_nan(found: Mapping[str, Any]) -> Iterator[str]:
     chain, place = _some(found, "chain"), found.get("nan_at")
     if found.get("kind") in ("+inf", "-inf") and isinstance(place, int) and 0 <= place < len(chain):
         link = chain[place]
-        module = f" in {code(_module(link.get('module')))}" if link.get("module") is not None else ""
+        module = _in(link)
         where = f"{code(_text(link.get('operation')))}{module}{_source(link)}"
         yield f"The Inf becomes NaN in {_text(link.get('phase'))}: {where}."
 
