@@ -119,7 +119,7 @@ def no_replay(evidence: Evidence) -> str | None:
     if missed is not None:
         return f"no capsule: {missed['reason']}"
     whole = {ranks.rank_of(line) for line in told if line["step"] == event["step"]}
-    of = ranks.world(evidence.probe)
+    of = max(1, ranks.world(evidence.probe))
     if len(whole) < of:
         return "no capsule was written" if of == 1 else f"only {counted(len(whole), 'rank')} of {of} wrote a capsule"
     return None

@@ -654,7 +654,7 @@ def test_an_origin_has_its_chain_and_numbers() -> None:
         "Step 7 was traced, replayed from its capsule: 9 operations in 0.50 s, 2.0 times a plain one.",
     )
     page = to_markdown(report, Redactor(home="/home/someone", user="someone"))
-    assert "| aten.log | forward | the model itself | \\~/x/a.py:3 | NaN | origin |" in page
+    assert "| aten.log | forward | the model itself | \\~/x/a.py:3 | NaN |  |" in page
     assert "| input self | 2 x 6 | float32 | -1 | 2 | 0 | 0 | 3 |" in page
     assert "/home/someone" not in page
 

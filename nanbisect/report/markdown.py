@@ -120,7 +120,7 @@ class _Page:
             )
         else:
             shown = _fitted(self.report.origins, self._origin, LARGE)
-        return f"### Where it was born\n\n{shown}" if shown else ""
+        return f"### Where it was born\n\n{shown.rstrip()}" if shown else ""
 
     def _origin(self, origin: Origin) -> str:
         known = [sentence for found in origin.findings for sentence in known_words(found)]
@@ -130,7 +130,7 @@ class _Page:
         whole = "\n\n".join(tables)
         body = f"Cell {origin.cell}: {self.text(origin.head, LINE // 2)}\n\n{lines}"
         more = _folded("The chain, from the birth to where it surfaced, and the numbers", whole) if tables else ""
-        return "\n\n".join(part for part in (body, more) if part)
+        return "\n\n".join(part for part in (body, more) if part) + "\n"
 
     def _table(self, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         lines = _fitted(rows, lambda row: table_row([self.cell(text, WORD // 2) for text in row]), SMALL * 2 // 5)
