@@ -23,8 +23,8 @@ from nanbisect import watch as watching
 from nanbisect.attribution import attribute
 from nanbisect.changes import narrowed, with_changes
 from nanbisect.environment.checkup import Checkup, examine, examine_matrix
-from nanbisect.errors import StoreError, UsageError
-from nanbisect.events import CellStarted, Event
+from nanbisect.errors import NanbisectError, StoreError, UsageError
+from nanbisect.events import CellStarted, Event, TraceEnded
 from nanbisect.evidence import STOPPED
 from nanbisect.executors.local import LocalExecutor
 from nanbisect.gpus import GpuMemory
@@ -191,8 +191,12 @@ def _trace_causes(driver: Driver, listener: driving.Listener) -> None:
     with driver.store.lock():
         for number in _to_trace(inputs_of(driver.store)):
             failure = tracing.failure_of(driver, driving.pick_cell(driver.cells, str(number)))
-            if failure is not None and failure.outcome.origin is None:
+            if failure is None or failure.outcome.origin is not None:
+                continue
+            try:
                 tracing.trace(driver, failure, listener)
+            except NanbisectError as error:  # the verdict stands without it
+                listener(TraceEnded(failure.cell, f"the trace could not be made: {error}"))
 
 
 def report(name: str, format_: str, *, redact: bool, reports: Path) -> str:
