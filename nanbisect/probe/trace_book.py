@@ -159,6 +159,7 @@ class Book:
                         taken.append(self._taken(kind, key))
         if worst is None and not taken:
             return None
+        taken = self._shared(call, taken)
         record = Record(len(self.records), call, worst or _worst(taken), taken)
         record.shapes = tuple(tuple(tensor.shape) for (_, tensor), kind in zip(call.outputs, kinds) if kind is not None)
         self._judge(record, call, bad=worst is not None)
@@ -187,6 +188,16 @@ class Book:
             return Taken(kind, None, "unwritten", maker=self.unwritten[key].value)
         named = self.named.get(key)
         return Taken(kind, None, "unknown") if named is None else Taken(kind, None, named.what, named.name)
+
+    def _shared(self, call: Call, taken: List[Taken]) -> List[Taken]:
+        """What comes from nowhere into a collective's memory is that collective's own work."""
+        if not self.reduced or all(each.how != "unknown" for each in taken):
+            return taken
+        keys = [operations.storage(tensor) for _, tensor in call.outputs]
+        maker = next((self.reduced[key].value for key in keys if key is not None and key in self.reduced), None)
+        if maker is None:
+            return taken
+        return [each._replace(how="reduced", maker=maker) if each.how == "unknown" else each for each in taken]
 
     def _judge(self, record: Record, call: Call, *, bad: bool) -> None:
         """Its label, and which of its bad inputs the walk back takes."""

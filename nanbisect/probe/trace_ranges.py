@@ -29,7 +29,7 @@ def look(tensor: torch.Tensor, *, later: bool = False, brief: bool = False) -> O
             if brief and tensor.numel() > LARGE and numbers.summable(tensor) and numbers.finite_sum(tensor):
                 return numbers.FINITE
             try:
-                low, high = torch.aminmax(tensor)
+                low, high = torch.aminmax(tensor if tensor.is_contiguous() else dense(tensor))
             except RuntimeError:  # fp16 in torch 2.1, float8
                 return at_once(tensor)
             return ITEM(low), ITEM(high)
@@ -45,6 +45,12 @@ def at_once(tensor: torch.Tensor) -> Optional[Ends]:
         return None
     low, high = pair.tolist()
     return low, high
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements in the order of memory: of a transposed tensor aminmax would make a copy."""
+    strides = tensor.stride()
+    return tensor.permute(sorted(range(tensor.dim()), key=lambda place: -strides[place]))
 
 
 def finite(ends: Optional[Ends]) -> bool:
