@@ -17,8 +17,9 @@ from . import numbers
 from . import trace_operations as operations
 from . import trace_ranges as ranges
 from .phase import CUDA, capturing
-from .trace_book import Book, floating
+from .trace_book import Book
 from .trace_kernels import Kernels
+from .trace_operations import floating
 from .trace_places import Places
 from .trace_records import FRAMES, Call
 from .window import Clock, Ends, Range

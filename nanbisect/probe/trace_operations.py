@@ -145,3 +145,8 @@ def storage(tensor: torch.Tensor) -> Optional[int]:
         return int(held(tensor).untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError, AttributeError):
         return None
+
+
+def floating(tensor: torch.Tensor) -> bool:
+    """Whether it can hold a bad value."""
+    return tensor.is_floating_point() or tensor.is_complex()
