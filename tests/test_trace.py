@@ -249,6 +249,7 @@ def test_an_overflow_is_the_birth_of_the_nan_that_comes_of_it(told: Told) -> Non
     told.is_at("aten.mm", "forward", "wo", "origin")
     assert told.origin["kind"] == "+inf"
     assert told.chain[told.event["nan_at"]] == ("native_layer_norm", "forward", "NaN from Inf")
+    assert told.event["hidden_by"] == []
     assert told.event["chain"][told.event["nan_at"]]["module"] == "norm"
     assert [each["absmax"] for each in told.origin["inputs"]] == [300.0, 30.0]
     assert told.origin["outputs"][0]["posinf"] == 64 and told.origin["outputs"][0]["min"] is None
@@ -296,6 +297,8 @@ def test_an_infinite_gradient_without_any_nan(told: Told) -> None:
 """)
 def test_a_mean_over_no_label(told: Told) -> None:
     told.is_at("aten.nll_loss_forward", "loss", None, "origin")
+    logits, target = told.origin["inputs"]
+    assert (logits["dtype"], target["dtype"], target["min"], target["max"]) == ("float32", "int64", -100, -100)
 
 
 @traced("""

@@ -31,7 +31,9 @@ class Seen:
     def describe(self, record: Record, sizes: axes.Sizes) -> None:
         """Fill in what the record says of it."""
         record.lines = self.call.lines
-        record.inputs = [self._input(name, tensor) for name, tensor in self._inputs() if floating(tensor)]
+        record.inputs = [self._input(name, tensor) for name, tensor in self._inputs()]
+        record.inputs += [ranges.describe(self.name_of(tensor) or name, tensor) for name, tensor in self.call.whole]
+        record.inputs = record.inputs[:MOST]
         known = [(tensor, kind) for (_, tensor), kind in zip(self.call.outputs, self.kinds) if floating(tensor)]
         shown = known if len(known) < OUTPUTS else [pair for pair in known if pair[1] is not None]
         record.outputs = [ranges.describe(self.name_of(tensor), tensor) for tensor, _ in shown[:OUTPUTS]]

@@ -84,7 +84,8 @@ class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if about.view:
             return None
         call = Call(about, place, self.places.count, self.micro)
-        call.inputs = [pair for pair in operations.inputs(about, args, kwargs) if floating(pair[1])]
+        for pair in operations.inputs(about, args, kwargs):
+            (call.inputs if floating(pair[1]) else call.whole).append(pair)
         if self.watched:
             self._watch(call)
         if about.written:

@@ -14,7 +14,7 @@ Detail = Dict[str, Any]
 
 
 LARGE = 1 << 14  # elements of a tensor of which a brief look asks only whether it is finite
-ITEM: Any = torch._C.TensorBase.item  # not the one that the probe has wrapped
+ITEM: Any = torch.Tensor.__mro__[1].item  # type: ignore[attr-defined] # not the one that the probe has wrapped
 
 
 def look(tensor: torch.Tensor, *, later: bool = False, brief: bool = False) -> Optional[Range]:
@@ -90,6 +90,9 @@ def describe(name: Optional[str], tensor: torch.Tensor, *, before: bool = False)
         "contiguous": tensor.is_contiguous() if strided else False, "before": before, **_values(numbers.local(tensor)),
     }  # fmt: skip
     detail["numel"] = tensor.numel()
+    if not tensor.is_floating_point() and not tensor.is_complex() and strided and tensor.numel():
+        low, high = tensor.min().item(), tensor.max().item()
+        detail.update(min=int(low), max=int(high), absmax=max(abs(int(low)), abs(int(high))))
     return detail
 
 
