@@ -23,7 +23,7 @@ def look(tensor: torch.Tensor, *, later: bool = False, brief: bool = False) -> O
     `later`: not read yet, on any device. `brief`: of a large one that is finite just that, which is faster to ask.
     """
     if later or not tensor.is_cpu:
-        return numbers.ends(tensor)
+        return unread(tensor)
     if type(tensor) in numbers.PLAIN and tensor.layout is torch.strided:
         if tensor.is_floating_point() and tensor.numel():
             if brief and tensor.numel() > LARGE and numbers.summable(tensor) and numbers.finite_sum(tensor):
@@ -38,9 +38,19 @@ def look(tensor: torch.Tensor, *, later: bool = False, brief: bool = False) -> O
     return at_once(tensor)
 
 
+def unread(tensor: torch.Tensor) -> Optional[torch.Tensor]:
+    """Its range on its device; None for a type of somebody's own that can't be looked at."""
+    try:
+        return numbers.ends(tensor)
+    except (RuntimeError, NotImplementedError, TypeError):
+        if type(tensor) in numbers.PLAIN:
+            raise
+        return None
+
+
 def at_once(tensor: torch.Tensor) -> Optional[Ends]:
     """The same, read now."""
-    pair = numbers.ends(tensor)
+    pair = unread(tensor)
     if pair is None:
         return None
     low, high = pair.tolist()
@@ -91,8 +101,8 @@ def describe(name: Optional[str], tensor: torch.Tensor, *, before: bool = False)
     }  # fmt: skip
     detail["numel"] = tensor.numel()
     if not tensor.is_floating_point() and not tensor.is_complex() and strided and tensor.numel():
-        low, high = tensor.min().item(), tensor.max().item()
-        detail.update(min=int(low), max=int(high), absmax=max(abs(int(low)), abs(int(high))))
+        low, high = int(ITEM(tensor.min())), int(ITEM(tensor.max()))
+        detail.update(min=low, max=high, absmax=max(abs(low), abs(high)))
     return detail
 
 
