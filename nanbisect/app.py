@@ -25,8 +25,8 @@ from nanbisect.cells import Cells
 from nanbisect.changes import narrowed, with_changes
 from nanbisect.choosing import Blocked, SearchFlags, is_search, kept_of, summary_of
 from nanbisect.environment.checkup import Checkup, examine, examine_matrix
-from nanbisect.errors import ExecutorError, StoreError, UsageError
-from nanbisect.events import CellStarted, Event
+from nanbisect.errors import ExecutorError, NanbisectError, StoreError, UsageError
+from nanbisect.events import CellStarted, Event, TraceEnded
 from nanbisect.evidence import STOPPED
 from nanbisect.executors.local import LocalExecutor
 from nanbisect.gpus import GpuMemory
@@ -220,7 +220,7 @@ def _traced(driver: Driver, cell: Cell, listener: driving.Listener, *, variant: 
 def traced_lines(traced: Traced) -> tuple[str, ...]:
     """What a trace found, for a terminal."""
     notes = (traced.note.text,) if traced.note else ()
-    return (*(plain_lines(traced.origin) if traced.origin else ()), *notes)
+    return (*(plain_lines(traced.origin, traced.outcome) if traced.origin else ()), *notes)
 
 
 def _to_trace(inputs: RunInputs) -> tuple[int, ...]:
@@ -234,8 +234,12 @@ def _trace_causes(driver: Driver, listener: driving.Listener) -> None:
     with driver.store.lock():
         for number in _to_trace(inputs_of(driver.store)):
             failure = tracing.failure_of(driver, cell_of(driver.store, driver.matrix, str(number)))
-            if failure is not None and failure.outcome.origin is None:
+            if failure is None or failure.outcome.origin is not None:
+                continue
+            try:
                 tracing.trace(driver, failure, listener)
+            except NanbisectError as error:  # the verdict stands without it
+                listener(TraceEnded(failure.cell, f"the trace could not be made: {error}"))
 
 
 def report(name: str, format_: str, *, redact: bool, reports: Path) -> str:

@@ -95,7 +95,10 @@ class _Again:
         return traced
 
     def _told(self, traced: Traced) -> None:
-        lines = [*(plain_lines(traced.origin) if traced.origin else ()), *([traced.note.text] if traced.note else ())]
+        lines = [
+            *(plain_lines(traced.origin, self.before) if traced.origin else ()),
+            *([traced.note.text] if traced.note else ()),
+        ]
         for place, line in enumerate(lines):
             self.tell(line if place else f"nanbisect: traced: {line}")
 
@@ -116,7 +119,7 @@ def no_replay(evidence: Evidence) -> str | None:
     if missed is not None:
         return f"no capsule: {missed['reason']}"
     whole = {ranks.rank_of(line) for line in told if line["step"] == event["step"]}
-    of = ranks.world(evidence.probe)
+    of = max(1, ranks.world(evidence.probe))
     if len(whole) < of:
         return "no capsule was written" if of == 1 else f"only {counted(len(whole), 'rank')} of {of} wrote a capsule"
     return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.bench import overhead
+from tests.bench import overhead, trace
 
 pytestmark = pytest.mark.training
 
@@ -31,3 +31,10 @@ def test_a_training_that_computes_something_else_is_no_row() -> None:
     row = overhead.Row(overhead.PLAIN, 1.0, (1.0, 1.0, 1.0), None, 1, ("00", "01"))
     with pytest.raises(RuntimeError, match="plain again"):
         overhead.check([row, row._replace(variant=overhead.VARIANTS[1], bits=("00", "02"))])
+
+
+def test_a_traced_step_trains_the_same() -> None:
+    """Every step of it is traced (the training says so itself), and it computes what the plain one computes."""
+    rows = overhead.measure(overhead.Work(tokens=16, toy=True), 3, (overhead.PLAIN, trace.TRACED))
+    overhead.check(rows)
+    assert rows[1].share is not None

@@ -42,6 +42,10 @@ def test_the_trace_is_right_and_its_cause_is_known(watched: Host, case: Case) ->
     assert wrong(case, traced) == ()
     findings = known(traced.origin, traced.outcome)
     assert {finding.code for finding in findings} == set(case.causes)
+    if traced.found:
+        assert traced.origin is not None
+        kept = {key: value for key, value in traced.origin.items() if key not in ("kind", "origin", "found")}
+        assert known({**traced.origin["origin"], **kept}, traced.outcome) == findings  # as an outcome keeps it
     for finding in findings:
         assert traced.origin is not None
         less = known(*without(finding.code, traced.origin, traced.outcome))
@@ -52,7 +56,7 @@ def test_the_trace_is_right_and_its_cause_is_known(watched: Host, case: Case) ->
 def test_the_other_aids_are_really_asked(plain: Host) -> None:
     """One case each that it is right about, and one in which it says nothing."""
     root, silent, overflow = (
-        case for name in ("unselected_where-root", "norm_overflow", "fp16_overflow") for case in chosen([name])
+        case for name in ("unselected_where-root", "norm_overflow", "fp16_overflow-half") for case in chosen([name])
     )
     assert root.truth is not None
     said = anomaly(plain, root)

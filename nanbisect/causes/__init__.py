@@ -29,8 +29,11 @@ class Finding:
 
 
 def known(event: Mapping[str, Any] | None, outcome: Outcome) -> tuple[Finding, ...]:
-    """What the catalogue knows of an attempt. `event` is the probe's `origin` event, whole; None without a trace."""
-    trace = Trace(event if event and event.get("found") else {})
+    """What the catalogue knows of an attempt. `event` is None without a trace.
+
+    It is the probe's `origin` event, whole, or what an outcome keeps of it: the fields of the origin beside the others.
+    """
+    trace = Trace(event if event and event.get("found", True) else {})
     findings = []
     for entry in ENTRIES:
         evidence = entry.rule(trace, outcome)

@@ -169,7 +169,8 @@ ENTRIES = (
     ),
     Entry(
         rules.bad_batch,
-        "The NaN or Inf was in the batch. Multiplying by a mask of zeros does not remove it.",
+        "The NaN or Inf was there before the model was called: in the batch, or in what was computed of it before. "
+        "Multiplying by a mask of zeros does not remove it.",
         "Look at the record. Where it is padding, use `masked_fill` on the input instead of a product with a mask.",
         ("pytorch/pytorch#101967", "pytorch/pytorch#88474"),
     ),

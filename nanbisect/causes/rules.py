@@ -22,7 +22,7 @@ from nanbisect.causes.trace import (
 from nanbisect.outcome import Outcome
 from nanbisect.report.words import code, counted, figure
 
-SOFTMAX = ("_softmax", "_log_softmax", "softmax", "log_softmax")
+SOFTMAX = ("_softmax", "_safe_softmax")
 FUSED = "_scaled_dot_product_"
 DIVISIONS = ("div", "div_", "true_divide")
 INVERSES = ("rsqrt", "rsqrt_", "reciprocal", "reciprocal_")
@@ -37,6 +37,7 @@ SPREADS = ("std", "var", "std_mean", "var_mean")
 COMPUTED = ("forward", "loss", "recompute")
 ROOTS = ("SqrtBackward", "LinalgVectorNormBackward", "NormBackward", "PowBackward")
 UNCHOSEN = (*ROOTS, "LogBackward", "DivBackward", "ReciprocalBackward", "RsqrtBackward")
+WHOLE: Tensor = {"dtype": "int64"}
 NEAR = 6  # operations before the birth that can have made its operands
 
 
@@ -111,11 +112,13 @@ def empty_mean(trace: Trace, outcome: Outcome) -> str | None:
 
 
 def empty_mask_sum(trace: Trace, outcome: Outcome) -> str | None:
-    """0/0 where the divisor is a sum: nothing was counted."""
+    """0/0 where the divisor is a sum or a whole number: nothing was counted."""
     divisor = _zero_divisor(trace)
-    if divisor is None or trace.kind != "nan" or _maker(trace, divisor, SUMS) is None:
+    if divisor is None or trace.kind != "nan":
         return None
-    return f"0 was divided by a sum that is 0{trace.place}"
+    if _whole(divisor):
+        return f"0 was divided by a whole number that is 0{trace.place}"
+    return f"0 was divided by a sum that is 0{trace.place}" if _maker(trace, divisor, SUMS) else None
 
 
 def one_sample_spread(trace: Trace, outcome: Outcome) -> str | None:
@@ -321,12 +324,22 @@ def _kernels(trace: Trace) -> Sequence[Tensor]:
 
 
 def _zero_divisor(trace: Trace) -> Tensor | None:
-    """The divisor (of a division the second input, of an inverse the only one) if zero is in it."""
+    """The divisor (of a division the second input, of an inverse the only one) if zero is in it.
+
+    A quotient of finite numbers is NaN only for 0/0, so that the divisor's range need not be known then. The
+    probe takes no range of whole numbers: a division of one tensor is by such a one.
+    """
     place = 1 if trace.operation in DIVISIONS else 0 if trace.operation in INVERSES else None
-    if place is None or len(trace.inputs) <= place or not trace.born_of_finite(*COMPUTED):
+    if place is None or not trace.inputs or not trace.born_of_finite(*COMPUTED):
         return None
-    divisor = trace.inputs[place]
-    return divisor if low(divisor) == 0 or all_zero(divisor) else None
+    divisor = trace.inputs[place] if place < len(trace.inputs) else WHOLE
+    certain = trace.kind == "nan" and place == 1
+    return divisor if certain or low(divisor) == 0 or all_zero(divisor) else None
+
+
+def _whole(tensor: Tensor) -> bool:
+    """Whether it is no floating-point tensor."""
+    return str(tensor.get("dtype")).startswith(("int", "uint", "bool"))
 
 
 def _maker(trace: Trace, tensor: Tensor, operations: Sequence[str]) -> str | None:

@@ -26,8 +26,8 @@ class Trace:
 
     @property
     def origin(self) -> Link:
-        """Where it was born."""
-        return self.event.get("origin") or {}
+        """Where it was born. An outcome keeps its fields beside those of the event."""
+        return (self.event.get("origin") or {}) if "origin" in self.event else self.event
 
     @property
     def operation(self) -> str:

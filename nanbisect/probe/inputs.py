@@ -172,8 +172,8 @@ def valid_labels(found: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
 
 
 @tolerant
-def own_loss(output: Any) -> torch.Tensor | None:
-    """Range of the loss that a module returns by itself: `loss`, or a plain number, alone or first of a tuple.
+def loss_of(output: Any) -> torch.Tensor | None:
+    """The loss that a module returns by itself: `loss`, or a plain number, alone or first of a tuple.
 
     A number that needs no gradient (a metric's) is no loss, nor is an output that has a shape.
     """
@@ -182,7 +182,14 @@ def own_loss(output: Any) -> torch.Tensor | None:
     loss = loss[0] if isinstance(loss, tuple) and loss else loss
     if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
         return None
-    return numbers.ends(loss) if loss.dim() == 0 or (named is not None and loss.numel() == 1) else None
+    return loss if loss.dim() == 0 or (named is not None and loss.numel() == 1) else None
+
+
+@tolerant
+def own_loss(output: Any) -> torch.Tensor | None:
+    """The range of that loss."""
+    loss = loss_of(output)
+    return None if loss is None else numbers.ends(loss)
 
 
 def results(output: Any) -> set[int]:

@@ -202,9 +202,9 @@ class Observer:
             waiting.seen.append(ends)
             self._note_loss(loss)
 
-    def _note_loss(self, loss: torch.Tensor) -> None:
+    def _note_loss(self, loss: torch.Tensor | None) -> None:
         """A loss that may never be handed to backward."""
-        if self.steps.trace is not None:
+        if self.steps.trace is not None and loss is not None:
             self.steps.trace.note("loss", loss, self.window.micro + 1)
 
     def leaving(self) -> None:
@@ -278,6 +278,7 @@ class Observer:
         loss = inputs.own_loss(output)
         if loss is not None and len(forward.losses) < LOSSES:
             forward.losses.append(loss)
+            self._note_loss(inputs.loss_of(output))
         if id(module) == forward.key:
             forward.result = inputs.results(output)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 
+from . import trace_operations as operations
 from .trace_operations import About
 from .trace_places import Place
 
@@ -18,6 +20,7 @@ KINDS = (  # part of an operation's name -> kernel, the first that fits
     ("_safe_softmax", "math"),
     ("softmax", "eager softmax"),
 )
+HEADS_FIRST = re.compile(r"scaled_dot_product|flex_attention")  # [..., heads, length, size]; others have length first
 MASKS = ("attn_mask", "attn_bias")
 MOST = 256  # different calls kept
 
@@ -34,9 +37,8 @@ class Kernels:
     def add(self, about: About, place: Place, args: Any, kwargs: Any) -> None:
         """One call is about to run."""
         found: Dict[str, torch.Tensor] = {}
-        for name, value in (*zip(about.arguments, args), *kwargs.items()):
-            if isinstance(value, torch.Tensor):
-                found.setdefault(name, value)
+        for name, value in operations.inputs(about, args, kwargs):
+            found.setdefault(name, value)
         tensors = list(found.values())
         if not tensors or tensors[0].dim() < 3:
             return
@@ -45,7 +47,8 @@ class Kernels:
         if "backward" in about.name and not softmax:
             query = found.get("query", query)
             key = found.get("key", key)
-        lengths = (query.shape[-2], query.shape[-1] if softmax else key.shape[-2])
+        at = -2 if softmax or HEADS_FIRST.search(about.name) else -3
+        lengths = (query.shape[at], query.shape[-1] if softmax else key.shape[at])
         same = (about.name, place.phase, lengths, query.dtype)
         if same not in self.calls:
             if len(self.calls) >= MOST:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Dict, Iterator, List, NamedTuple, Set
+from typing import Any, Dict, Iterator, List, NamedTuple, Set, Tuple
 
 import torch
 
@@ -17,9 +17,10 @@ NODES = 1 << 17  # looked at below all addends together
 
 
 class Addend(NamedTuple):
-    """One addend: the number of its node, and of all nodes below it."""
+    """One addend: the number of its node, of those that scale it before it is added, and of all nodes below it."""
 
     number: int
+    scaled: Tuple[int, ...]
     below: Set[int]
 
 
@@ -36,23 +37,23 @@ def addends(roots: List[Any]) -> List[Addend]:
     losses = [root for root in roots if isinstance(root, torch.Tensor) and root.grad_fn is not None]
     if not losses:
         return []
-    nodes = [node for loss in losses for node in _split(loss.grad_fn)]
+    nodes = [pair for loss in losses for pair in _split(loss.grad_fn, ())]
     if not 1 < len(nodes) <= ADDENDS:
         return []
     budget = [NODES]
-    return [Addend(int(node._sequence_nr()), _below(node, budget)) for node in nodes]
+    return [Addend(int(node._sequence_nr()), scaled, _below(node, budget)) for node, scaled in nodes]
 
 
-def _split(node: Any) -> Iterator[Any]:
+def _split(node: Any, scaled: Tuple[int, ...]) -> Iterator[Tuple[Any, Tuple[int, ...]]]:
     children = [child for child, _ in node.next_functions if child is not None]
     name = node.name()
     if SPLIT.match(name) and children:
         for child in children:
-            yield from _split(child)
+            yield from _split(child, ())
     elif len(children) == 1 and (PASSED.match(name) or (SUMMED.match(name) and _gathers(children[0]))):
-        yield from _split(children[0])
+        yield from _split(children[0], (*scaled, int(node._sequence_nr())))
     elif type(node).__name__ != "AccumulateGrad":
-        yield node
+        yield node, scaled
 
 
 def _gathers(node: Any) -> bool:

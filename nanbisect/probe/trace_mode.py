@@ -16,8 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from . import numbers
 from . import trace_operations as operations
 from . import trace_ranges as ranges
-from .trace_book import Book, floating
+from .phase import CUDA, capturing
+from .trace_book import Book
 from .trace_kernels import Kernels
+from .trace_operations import floating
 from .trace_places import Places
 from .trace_records import FRAMES, Call
 from .window import Clock, Ends, Range
@@ -36,12 +38,15 @@ class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.book, self.places, self.clock, self.failed = book, places, clock, failed
         self.kernels = Kernels()
         self.done = False
+        self.cuda = bool(CUDA.is_initialized())
         self.later = False  # keep all ranges back, as on a device (for tests)
         self.micro = 0
         self.watched: Dict[int, Any] = {}  # storage -> place of its first use
         self.waiting: List[Waiting] = []
         self.held: Set[int] = set()
         self.bytes = 0
+
+    supports_higher_order_operators = True  # such an operator (flex_attention) is one operation here
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -50,7 +55,7 @@ class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.done or self.clock.working:  # the probe's own work
+        if self.done or self.clock.working or (self.cuda and capturing()):  # the probe's own work, a CUDA graph
             return function(*args, **kwargs)
         call = None
         try:
@@ -79,7 +84,8 @@ class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if about.view:
             return None
         call = Call(about, place, self.places.count, self.micro)
-        call.inputs = [pair for pair in operations.inputs(about, args, kwargs) if floating(pair[1])]
+        for pair in operations.inputs(about, args, kwargs):
+            (call.inputs if floating(pair[1]) else call.whole).append(pair)
         if self.watched:
             self._watch(call)
         if about.written:

@@ -50,6 +50,8 @@ def about(function: Any) -> About:
 
 
 def _ask(function: Any) -> About:
+    if not hasattr(function, "_schema"):
+        return _higher(function)
     name, schema = str(function).rsplit(".", 1)[0], function._schema
     arguments = tuple(argument.name for argument in schema.arguments)
     written = [
@@ -73,10 +75,16 @@ def _ask(function: Any) -> About:
     )
 
 
+def _higher(function: Any) -> About:
+    """An operator that takes functions, such as flex_attention."""
+    name = "higher_order.%s" % getattr(function, "_name", type(function).__name__)
+    return About(name, (), (), False, False, False, False, False, False, bool(KERNEL.search(name)))
+
+
 def inputs(known: About, args: Any, kwargs: Any) -> Named:
     """Tensors handed to an operation."""
     found: Named = []
-    for name, value in zip(known.arguments, args):
+    for name, value in zip(known.arguments or map(str, range(len(args))), args):
         _add(found, name, value)
     for name, value in kwargs.items():
         _add(found, name, value)
@@ -102,7 +110,8 @@ def _add(found: Named, name: str, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         found.append((name, value))
     elif isinstance(value, (list, tuple)):
-        found.extend((name, each) for each in value if isinstance(each, torch.Tensor))
+        for each in value:
+            _add(found, name, each)
 
 
 def infinite_scalar(args: Any, kwargs: Any) -> bool:
@@ -110,18 +119,34 @@ def infinite_scalar(args: Any, kwargs: Any) -> bool:
     return any(type(each) is float and each in (float("inf"), float("-inf")) for each in (*args, *kwargs.values()))
 
 
+def held(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that has the memory: the values of a sparse one, this rank's part of a sharded one."""
+    if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+        return tensor
+    part = getattr(tensor, "_local_tensor", tensor)
+    if part.layout is not torch.strided:
+        return part._values() if part.is_sparse else part.values()
+    return part
+
+
 def memory(tensor: torch.Tensor) -> Tuple[Optional[int], bool]:
     """The number of its storage, and whether the tensor is all of that."""
     try:
-        held = tensor.untyped_storage()
+        part = held(tensor)
+        storage = part.untyped_storage()
     except (RuntimeError, NotImplementedError, AttributeError):
         return None, True
-    return int(held._cdata), tensor.numel() * tensor.element_size() >= held.nbytes()
+    return int(storage._cdata), part.numel() * part.element_size() >= storage.nbytes()
 
 
 def storage(tensor: torch.Tensor) -> Optional[int]:
     """A number for the memory of a tensor, as long as that lives; None for one without memory of its own."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return int(held(tensor).untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError, AttributeError):
         return None
+
+
+def floating(tensor: torch.Tensor) -> bool:
+    """Whether it can hold a bad value."""
+    return tensor.is_floating_point() or tensor.is_complex()

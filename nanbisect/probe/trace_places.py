@@ -119,8 +119,9 @@ class Places:
             here.table[number - 1] = Made(line, module, operation, self.count)
         task = C._current_graph_task_id()
         if task == -1:
-            phase = self.doing or ("forward" if here.stack and here.stack[0][1] else "bare")
-            return Place(phase, module, line)
+            if self.doing is not None and not torch.is_grad_enabled():  # a closure of the optimizer is forward
+                return Place(self.doing, module, line)
+            return Place("forward" if here.stack and here.stack[0][1] else "bare", module, line)
         return self._in_backward(task, line)
 
     def _in_backward(self, task: int, line: Optional[Line]) -> Place:

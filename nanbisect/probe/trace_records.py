@@ -54,7 +54,7 @@ class Known(NamedTuple):
 class Record:
     """An operation that gave out a bad value, or took one in. `root`: the record where its badness begins.
 
-    `intended`: all there is, is an Inf that was put there.
+    `intended`: all there is, is an Inf that was put there; `meant`: so is what it took in.
     """
 
     def __init__(self, number: int, call: Call, kind: str, taken: List[Taken]) -> None:
@@ -68,6 +68,7 @@ class Record:
         self.root = number
         self.twin: Optional[int] = None  # of a birth in recompute: the same in forward
         self.intended = False
+        self.meant = False
         self.shapes: Tuple[Tuple[int, ...], ...] = ()
         self.written: Optional[str] = None  # name of a parameter or buffer that it wrote
         self.inputs: List[Dict[str, Any]] = []
@@ -85,11 +86,24 @@ class Record:
 class Call:
     """One operation under way."""
 
-    __slots__ = ("about", "before", "count", "described", "forced", "inputs", "lines", "micro", "outputs", "place")
+    __slots__ = (
+        "about",
+        "before",
+        "count",
+        "described",
+        "forced",
+        "inputs",
+        "lines",
+        "micro",
+        "outputs",
+        "place",
+        "whole",
+    )
 
     def __init__(self, about: About, place: Place, count: int, micro: int) -> None:
         self.about, self.place, self.count, self.micro = about, place, count, micro
         self.inputs: Named = []
+        self.whole: Named = []  # inputs that hold whole numbers
         self.outputs: Named = []
         self.before: List[Tuple[str, torch.Tensor, Any]] = []  # name, written tensor, its range before
         self.described: Dict[int, Dict[str, Any]] = {}  # of these, what can't be seen afterwards

@@ -10,11 +10,12 @@ from .trace_book import Book
 from .trace_loss import Addend, Use
 from .trace_mode import Mode
 from .trace_places import Line, Place, Places, shown
-from .trace_records import INF, MASKING, ORIGIN, REDUCED, Frame, Record
+from .trace_records import INF, INTENDED, MASKING, ORIGIN, REDUCED, Frame, Record
 from .trace_way import Way
 
 HEAD, TAIL = 24, 8  # links of a long chain that are written
 OUTSIDE = {"parameter": "load", "buffer": "load", "batch": "data", "unknown": "data", "reduced": "reduce"}
+BEFORE = ("forward", "loss", "data")  # what comes from nowhere there was made before the step's first forward
 Fields = Dict[str, Any]
 
 
@@ -55,8 +56,14 @@ class Teller:
         """LINK of a record. One whose bad input came from outside the step has the phase of that."""
         fields = self.where(record.operation, record.place, record.count)
         label, how = record.label, record.chosen.how if record.chosen is not None else None
-        if label != MASKING and how in OUTSIDE:
+        if record.meant and record.intended and how in OUTSIDE:
+            label = INTENDED
+        elif how == "unknown" and fields["phase"] not in BEFORE:
+            pass  # neither the batch nor a parameter: where it came from is not known
+        elif label != MASKING and how in OUTSIDE and not record.meant:
             fields["phase"] = OUTSIDE[how]
+            maker = record.chosen.maker if record.chosen is not None else None
+            fields["operation"] = maker[0] if maker is not None and how == "reduced" else fields["operation"]
             label = REDUCED if how == "reduced" else ORIGIN
         node = record.place.node if fields["phase"] != "recompute" else None
         return {**fields, "kind": record.kind, "label": label, "node": node}
@@ -156,7 +163,8 @@ def addends(teller: Teller, graph: Graph, found: Optional[Way]) -> List[Fields]:
         if made is not None:
             where = {"operation": made.operation, "module": teller.path(made.module), "source": shown(made.line)}
         reaches = None if number is None else number in addend.below
-        lines.append({**where, "bad": made is not None and made.nth in bad, "reaches": reaches})
+        nodes = [teller.places.forward_table.get(each) for each in (addend.number, *addend.scaled)]
+        lines.append({**where, "bad": any(node.nth in bad for node in nodes if node is not None), "reaches": reaches})
     return lines
 
 

@@ -32,9 +32,9 @@ def back(book: Book, target: Record) -> Way:
     if twin is not None:
         rest = [record for record in links if record.number >= birth.number]
         links, birth = [*_parents(book, twin), *rest], book.records[twin.root]
-    hidden = _hidden(book, birth)
     place = next((at for at, record in enumerate(links) if _again(record)), 0)
-    if hidden and place > links.index(birth):
+    hidden = _hidden(book, birth) if place > links.index(birth) else []  # forward shows it to the end otherwise
+    if hidden:
         links = [*links[:place], hidden[0], *links[place:]]
     return Way(links, birth, hidden, finite)
 
@@ -79,7 +79,7 @@ def _same(frame: Frame, record: Record) -> bool:
 
 def _was_finite(book: Book, record: Record) -> Optional[bool]:
     """Whether the same operation gave finite values in forward; None where it did not run there."""
-    for frame in reversed(book.frames[: max(record.frame, 0)]):
+    for frame in reversed(book.frames[: max(record.frame - book.dropped, 0)]):
         if frame.place.phase not in ("recompute", "backward") and _same(frame, record):
             return math.isfinite(frame.absmax)
     return None
@@ -98,23 +98,21 @@ def _hidden(book: Book, birth: Record) -> List[Record]:
 def jumps(book: Book, birth: Record) -> List[Tuple[Frame, float, float]]:
     """(operation, absmax of its largest input, of its output) where that grew, on the way to the birth."""
     found: List[Tuple[Frame, float, float]] = []
-    number = birth.frame
+    frame = book.frame(birth.frame)
     for _ in range(STEPS):
-        frame = book.frames[number] if number >= 0 else None
-        if frame is None or not frame.parents:
+        parents = [book.frame(each) for each in frame.parents] if frame is not None else []
+        finite = [each for each in parents if each is not None and math.isfinite(each.absmax)]
+        if frame is None or not finite:
             break
-        finite = [each for each in frame.parents if math.isfinite(book.frames[each].absmax)]
-        if not finite:
-            break
-        largest = max(finite, key=lambda each: book.frames[each].absmax)
-        low, high = book.frames[largest].absmax, frame.absmax
+        largest = max(finite, key=lambda each: each.absmax)
+        low, high = largest.absmax, frame.absmax
         if math.isfinite(high) and high >= JUMP * low > 0:
             found.append((frame, low, high))
-        number = largest
+        frame = largest
     return found[::-1]
 
 
 def before(book: Book, birth: Record) -> List[Frame]:
     """The last operations before the birth, whatever they worked on."""
-    at = birth.frame if birth.frame >= 0 else len(book.frames)
-    return book.frames[max(0, at - BEFORE) : at]
+    at = birth.frame - book.dropped if birth.frame >= 0 else len(book.frames)
+    return book.frames[max(0, at - BEFORE) : max(0, at)]

@@ -25,6 +25,7 @@ FOLDED_FROM = 64
 LONG, LINE, COMMAND, WORD = 1_800, 1_200, 500, 160
 """The most bytes of one sentence, one item, one command, one word in a table."""
 SMALL, MEDIUM, LARGE = 3_000, 4_500, 8_000
+BELOW = 16_000  # what follows the cautions takes at most
 """Shares of the sections. With everything at its most they come to some 63,000."""
 NEVER_MORE = 50
 
@@ -34,10 +35,10 @@ Item = TypeVar("Item")
 def to_markdown(report: Report, redact: Redactor) -> str:
     """The whole report, always under 65,536 characters."""
     page = _Page(report, redact)
-    above = [
-        *(page.head(), page.grid(), page.causes(), page.account()),
-        *(page.places(), page.origins(), page.cautions(), page.neutral(), page.unjudged()),
-    ]
+    above = [page.head(), page.grid(), page.causes(), page.account(), page.places()]
+    above += [page.origins(), page.cautions(), page.neutral(), page.unjudged()]
+    if sum(len(block.encode()) + 2 for block in above) > LIMIT - BELOW:
+        above[5] = page.origins(brief=True)
     below = [page.environment(), page.next(), page.reproduce(), page.text(report.versions, COMMAND)]
     used = sum(len(block.encode()) + 2 for block in [*above, *below])
     blocks = [*above, page.cells(LIMIT - used), *below]
@@ -117,23 +118,29 @@ class _Page:
         """Where it surfaced, in which cells."""
         return self.items("Where it surfaced", [_place_words(place) for place in self.report.places], MEDIUM)
 
-    def origins(self) -> str:
-        """Where it was born, as a trace found it: the sentence, then chain, ranges and kernels, folded."""
-        shown = _fitted(self.report.origins, self._origin, LARGE)
-        return f"### Where it was born\n\n{shown}" if shown else ""
+    def origins(self, *, brief: bool = False) -> str:
+        """Where it was born, as a trace found it: the sentence, then chain, ranges and kernels, folded. `brief`: the
+        sentence alone, on a page that has no room for more."""
+        if brief:
+            shown = _fitted(
+                self.report.origins, lambda origin: f"Cell {origin.cell}: {self.text(origin.head)}", SMALL // 2
+            )
+        else:
+            shown = _fitted(self.report.origins, self._origin, LARGE)
+        return f"### Where it was born\n\n{shown.rstrip()}" if shown else ""
 
     def _origin(self, origin: Origin) -> str:
         known = [sentence for found in origin.findings for sentence in known_words(found)]
-        lines = [f"- {self.text(note, LINE // 2)}" for note in (*known, *origin.notes)]
+        lines = _fitted([*known, *origin.notes], lambda note: f"- {self.text(note, LINE // 2)}", SMALL)
         parts = ((LINKS, origin.chain), (RANGES, origin.ranges), (SDPA, origin.kernels), (FRAMES, origin.before))
         tables = [self._table(head, rows) for head, rows in parts if rows]
         whole = "\n\n".join(tables)
-        body = "\n".join([f"Cell {origin.cell}: {self.text(origin.head)}", "", *lines])
+        body = f"Cell {origin.cell}: {self.text(origin.head, LINE // 2)}\n\n{lines}"
         more = _folded("The chain, from the birth to where it surfaced, and the numbers", whole) if tables else ""
-        return "\n\n".join(part for part in (body, more) if part)
+        return "\n\n".join(part for part in (body, more) if part) + "\n"
 
     def _table(self, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-        lines = _fitted(rows, lambda row: table_row([self.cell(text) for text in row]), SMALL // 2)
+        lines = _fitted(rows, lambda row: table_row([self.cell(text, WORD // 2) for text in row]), SMALL * 2 // 5)
         return f"{table_head(head)}\n{lines}"
 
     def cautions(self) -> str:

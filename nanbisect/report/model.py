@@ -36,6 +36,7 @@ __all__ = ["Excerpt", "Report", "Row", "RunInputs", "build"]
 LONGEST = 400
 LOG_LINES = 20
 SHOWN_PAIRS = 5
+SHOWN_ORIGINS = 3
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Report:
     @property
     def findings(self) -> tuple[str, ...]:
         """The sentences that belong right below the verdict."""
-        born = [f"Cell {origin.cell}, traced: {origin.head}" for origin in self.origins]
+        born = [f"Cell {origin.cell}, traced: {origin.head}" for origin in self.origins[:SHOWN_ORIGINS]]
         return tuple(text for text in (self.scope, *born, self.smear, self.no_difference, *self.neutrality) if text)
 
 

@@ -1,6 +1,6 @@
 """What a trace found, in words and tables: where a value was born, how it went on, what the numbers were.
 
-Built from `Outcome.origin` alone. The known-cause catalogue has its place here: `Origin.findings`.
+Built from `Outcome.origin`, with what the catalogue of known causes says of it.
 """
 
 from __future__ import annotations
@@ -9,29 +9,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nanbisect.causes import Finding, known, url
 from nanbisect.neutrality import listed
-from nanbisect.outcome import CellResult, number, unwrapped
+from nanbisect.outcome import CellResult, Outcome, number, unwrapped
 from nanbisect.report.words import clip, code, counted, figure, one_line
 
 KINDS = {"nan": "NaN", "+inf": "Inf", "-inf": "-Inf"}
 CHAIN, TENSORS, BEFORE, KERNELS, NAMED = 24, 12, 20, 12, 8
 TEXT = 120
+ITSELF = "the model itself"
+LISTED = 32  # positions that the trace lists of one sample
 RANGES = ("tensor", "shape", "dtype", "min", "max", "NaN", "+Inf", "-Inf")
 LINKS = ("operation", "phase", "module", "line", "gave", "")
-FRAMES = ("operation", "phase", "module", "line", "shape", "min", "max")
+FRAMES = ("before it, the nearest first", "phase", "module", "line", "shape", "min", "max")
 SDPA = ("kernel", "phase", "module", "calls", "queries x keys", "modulo 64, 128", "fully masked rows")
 
 Table = tuple[tuple[str, ...], ...]
-
-
-@dataclass(frozen=True)
-class Known:
-    """What the catalogue of known causes says: a sentence, the mend, public references, and the evidence it names."""
-
-    sentence: str
-    mend: str = ""
-    references: tuple[str, ...] = ()
-    evidence: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,15 +39,16 @@ class Origin:
     ranges: Table
     kernels: Table
     before: Table
-    findings: tuple[Known, ...] = ()
+    findings: tuple[Finding, ...] = ()
 
 
 def origins(failing: Sequence[CellResult]) -> tuple[Origin, ...]:
     """Of every cell that was traced, by number."""
-    return tuple(_origin(result, found) for result in failing if result.outcome and (found := result.outcome.origin))
+    outcomes = ((result, result.outcome) for result in failing)
+    return tuple(_origin(result, one, one.origin) for result, one in outcomes if one is not None and one.origin)
 
 
-def _origin(result: CellResult, found: Mapping[str, Any]) -> Origin:
+def _origin(result: CellResult, outcome: Outcome, found: Mapping[str, Any]) -> Origin:
     return Origin(
         cell=result.cell.number,
         head=origin_line(found),
@@ -62,8 +56,8 @@ def _origin(result: CellResult, found: Mapping[str, Any]) -> Origin:
         chain=tuple(_link(link) for link in _some(found, "chain")[:CHAIN]),
         ranges=tuple(_ranges(found))[:TENSORS],
         kernels=tuple(_kernel(row) for row in _some(found, "kernels")[:KERNELS]),
-        before=tuple(_frame(row) for row in _some(found, "before")[-BEFORE:]),
-        findings=tuple(_known(entry) for entry in _some(found, "findings")),
+        before=tuple(_frame(row) for row in reversed(_some(found, "before")[-BEFORE:])),
+        findings=known(found, outcome),
     )
 
 
@@ -79,7 +73,15 @@ def _text(value: Any) -> str:
 def _module(value: Any) -> str:
     """A module's path as the model has it, without DDP around it."""
     path = unwrapped(f"{_text(value)}.").rstrip(".")
-    return path or "the model itself"
+    return path or ITSELF
+
+
+def _in(row: Mapping[str, Any]) -> str:
+    """` in decoder.layers.0`; nothing where no module is known."""
+    if row.get("module") is None:
+        return ""
+    path = _module(row["module"])
+    return f" in {path if path == ITSELF else code(path)}"
 
 
 def _source(row: Mapping[str, Any]) -> str:
@@ -97,7 +99,7 @@ def origin_line(found: Mapping[str, Any]) -> str:
 def _born(found: Mapping[str, Any]) -> str:
     kind = KINDS.get(str(found.get("kind")), "A non-finite value")
     name = f" in {code(unwrapped(_text(found['name'])))}" if found.get("name") else ""
-    module = f" in {code(_module(found['module']))}" if found.get("module") is not None else ""
+    module = _in(found)
     source = _source(found)
     label = f", {_text(found['label'])}" if found.get("label") not in (None, "origin") else ""
     operation = f": {code(_text(found['operation']))}" if found.get("operation") else ""
@@ -136,11 +138,11 @@ def _surfaced(found: Mapping[str, Any]) -> str:
     return f"; surfaced in {_text(place.get('phase'))}{name}"
 
 
-def plain_lines(found: Mapping[str, Any]) -> tuple[str, ...]:
-    """All of it for a terminal: the sentence, the notes, the chain, the ranges."""
+def plain_lines(found: Mapping[str, Any], outcome: Outcome) -> tuple[str, ...]:
+    """All of it for a terminal: the sentence, what is known, the notes, the chain, the ranges."""
     chain = [_link(link) for link in _some(found, "chain")[:CHAIN]]
-    known = [sentence for entry in _some(found, "findings") for sentence in known_words(_known(entry))]
-    sentences = [text.replace("`", "") for text in (origin_line(found), *known, *_notes(found))]
+    told = [sentence for finding in known(found, outcome) for sentence in known_words(finding)]
+    sentences = [text.replace("`", "") for text in (origin_line(found), *told, *_notes(found))]
     tables = (("chain", LINKS, chain), ("numbers", RANGES, list(_ranges(found))[:TENSORS]))
     return (
         *sentences,
@@ -160,11 +162,12 @@ def _aligned(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator
 
 def _notes(found: Mapping[str, Any]) -> Iterator[str]:
     yield from _elements(found)
+    yield from _also(found)
     yield from _first_nan(found)
     yield from _channels(found)
     use = found.get("use")
     if isinstance(use, Mapping):
-        yield f"Of the tied weight it came through the {_text(use.get('use'))}, {code(_module(use.get('module')))}."
+        yield f"Of the tied weight it came through the {_text(use.get('use'))}{_in(use)}."
     if found.get("forward_was_finite"):
         yield "The same operation was finite in forward: only its recomputation was not."
     for jump in [jump for jump in _some(found, "jumps") if jump.get("source")][:NAMED]:
@@ -198,14 +201,26 @@ def _positions(positions: Any) -> str:
     if len(numbers) == 1:
         return f"position {numbers[0]}"
     whole = numbers == list(range(numbers[0], numbers[-1] + 1))
-    return f"positions {numbers[0]} to {numbers[-1]}" if whole else f"positions {', '.join(map(str, numbers[:NAMED]))}"
+    more = " and further ones" if len(numbers) == LISTED else ""
+    return (
+        f"positions {numbers[0]} to {numbers[-1]}{more}"
+        if whole
+        else f"positions {', '.join(map(str, numbers[:NAMED]))}"
+    )
+
+
+def _also(found: Mapping[str, Any]) -> Iterator[str]:
+    rows = _some(found, "also")
+    if rows:
+        names = listed([code(_module(row.get("module"))) for row in rows], NAMED)
+        yield f"The same is born at the same line in {names} too."
 
 
 def _first_nan(found: Mapping[str, Any]) -> Iterator[str]:
     chain, place = _some(found, "chain"), found.get("nan_at")
     if found.get("kind") in ("+inf", "-inf") and isinstance(place, int) and 0 <= place < len(chain):
         link = chain[place]
-        module = f" in {code(_module(link.get('module')))}" if link.get("module") is not None else ""
+        module = _in(link)
         where = f"{code(_text(link.get('operation')))}{module}{_source(link)}"
         yield f"The Inf becomes NaN in {_text(link.get('phase'))}: {where}."
 
@@ -292,13 +307,8 @@ def _kernel(row: Mapping[str, Any]) -> tuple[str, ...]:
     return _text(row.get("kernel")), _text(row.get("phase")), module, _text(row.get("calls")), lengths, left, rows
 
 
-def known_words(found: Known) -> Iterator[str]:
+def known_words(found: Finding) -> Iterator[str]:
     """The sentence with its evidence, then the mend with where it is told."""
-    yield f"{found.sentence}{f' Evidence: {listed(found.evidence)}.' if found.evidence else ''}"
-    if found.mend or found.references:
-        yield f"To mend: {found.mend}{f' See {listed(found.references)}.' if found.references else ''}"
-
-
-def _known(entry: Mapping[str, Any]) -> Known:
-    texts = {name: tuple(_text(each) for each in entry.get(name) or ()) for name in ("references", "evidence")}
-    return Known(one_line(str(entry.get("sentence", ""))), one_line(str(entry.get("mend", ""))), **texts)
+    yield f"{found.sentence} Evidence: {found.evidence.rstrip('.')}."
+    references = f" See {listed([url(each) for each in found.references], NAMED)}." if found.references else ""
+    yield f"To mend: {found.mend.rstrip('.')}.{references}"

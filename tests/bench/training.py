@@ -1,10 +1,11 @@
 """One training of the overhead benchmark: a plain AdamW loop that takes a step whenever it is told to.
 
-    python -m tests.bench.training --aid none|anomaly|underflow --tokens 64 --threads 1 [--model FOLDER] [--toy]
+    python -m tests.bench.training --aid none|anomaly|underflow|naive|trace --tokens 64 --threads 1 [--model FOLDER]
 
 It speaks JSON lines with the benchmark over its standard input and output. What libraries print goes to
 standard error, so that they can't disturb the talk. It knows nothing of the probe: that one comes, or
-does not, through the environment.
+does not, through the environment. Only with `--aid trace` it has each step traced, one after another, which no
+user's script would do.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 SIZE = {
     "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
@@ -65,6 +67,39 @@ def stepper(model: Any, tokens: int, context: Callable[[], Any]) -> Callable[[],
     return step
 
 
+class Naive(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What one would write first: ask of every output of every operation whether it is finite."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run it, and look."""
+        result = function(*args, **(kwargs or {}))
+        for each in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(each, torch.Tensor) and each.is_floating_point() and not bool(each.isfinite().all()):
+                raise RuntimeError(f"{function} is not finite")
+        return result
+
+
+AIDS: dict[str, Callable[[], Any]] = {
+    "none": nullcontext, "underflow": nullcontext, "trace": nullcontext,
+    "anomaly": torch.autograd.detect_anomaly, "naive": Naive,
+}  # fmt: skip
+
+
+def trace_step(number: int) -> None:
+    """Have the probe trace this step."""
+    os.environ["NANBISECT_TRACE"] = str(number)
+    sys.modules["_nanbisect_probe"].moved(os.environ["NANBISECT_PROBE"])
+
+
+def operations_seen() -> int:
+    """By the trace of the last step."""
+    return int(sys.modules["_nanbisect_probe"]._observer.steps.trace.places.count)
+
+
 def bits(value: torch.Tensor) -> str:
     """A number as its bits."""
     return value.reshape(1).view(torch.uint8).numpy().tobytes().hex()
@@ -88,7 +123,7 @@ def peak() -> int:
 def main() -> None:
     """Load, say so, then a step a line until there are no more lines."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--aid", choices=("none", "anomaly", "underflow"), required=True)
+    parser.add_argument("--aid", choices=tuple(AIDS), required=True)
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--model")
@@ -103,14 +138,17 @@ def main() -> None:
         from transformers.debug_utils import DebugUnderflowOverflow
 
         DebugUnderflowOverflow(model)
-    anomaly = arguments.aid == "anomaly"
-    step = stepper(model, arguments.tokens, torch.autograd.detect_anomaly if anomaly else nullcontext)
+    step, traced = stepper(model, arguments.tokens, AIDS[arguments.aid]), arguments.aid == "trace"
     forget_peak()
     answers.write(json.dumps({"parameters": sum(p.numel() for p in model.parameters())}) + "\n")
-    for _ in sys.stdin:
+    for number, _ in enumerate(sys.stdin, start=1):
+        if traced:
+            trace_step(number)
         began = time.perf_counter()
         values = step()
         seconds = time.perf_counter() - began
+        if traced and operations_seen() < 100:
+            raise RuntimeError(f"step {number} was not traced")
         answers.write(json.dumps({"seconds": seconds, "bits": list(map(bits, values)), "peak": peak()}) + "\n")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 
 from tests.cases.bank import HERE, Case, Truth
 from tests.cases.runner import SILENT, Host, Said, anomaly, trace, underflow
@@ -66,7 +67,8 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
 
 def page(rows: Sequence[Row]) -> str:
     """The written part of the README."""
-    lines = [f"- {line}" for line in summary(rows)] + [""]
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    lines = [f"With {versions}, on a CPU:", "", *(f"- {line}" for line in summary(rows)), ""]
     for title, chosen in (("Faulty", False), ("Healthy", True)):
         lines += [f"## {title}", "", _line(COLUMNS), _line(["---"] * len(COLUMNS))]
         lines += [*(_line(row.cells) for row in rows if row.healthy is chosen), ""]

@@ -82,7 +82,8 @@ def words(traced: Traced) -> str:
     if event is None or not event["found"]:
         return "no origin"
     origin, at = event["origin"], event["nan_at"]
-    name = f" (`{origin['name']}`)" if origin["phase"] in ("load", "data") else ""
+    named = origin["phase"] in ("load", "data") and origin["name"] is not None
+    name = f" (`{origin['name']}`)" if named else ""
     text = f"{origin['kind']} in {origin['phase']}{name}: {_place(origin)}"
     return text if not at or origin["kind"] == "nan" else f"{text}; NaN in {_place(event['chain'][at])}"
 
