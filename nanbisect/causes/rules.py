@@ -172,7 +172,7 @@ def unselected_where(trace: Trace, outcome: Outcome) -> str | None:
         or not trace.born_of_finite("backward")
     ):
         return None
-    return f"the backward of a selection gave a gradient with a 0, which met the infinite derivative in {code(trace.node)}{trace.place}"
+    return f"a selection gave a gradient with a 0, which met the infinite derivative in {code(trace.node)}{trace.place}"
 
 
 def root_at_zero(trace: Trace, outcome: Outcome) -> str | None:
