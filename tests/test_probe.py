@@ -179,8 +179,9 @@ with open(os.path.join(HERE, "pids.json"), "w") as file:
 
 def environment(folder: Path | None, *before: Path) -> dict[str, str]:
     """This environment with the probe writing to a folder (or absent), and other folders on PYTHONPATH."""
-    dropped = ("NANBISECT_PROBE", "NANBISECT_STOP", "NANBISECT_STEPS", "NANBISECT_BACKWARDS", "RANK", "PYTHONPATH")
-    kept = {key: value for key, value in os.environ.items() if key not in dropped}
+    dropped = ("PROBE", "STOP", "STEPS", "BACKWARDS", "TRACE")
+    unwanted = {*(f"NANBISECT_{name}" for name in dropped), "RANK", "PYTHONPATH"}
+    kept = {key: value for key, value in os.environ.items() if key not in unwanted}
     paths = [str(PROBE / "site")] if folder is not None else []
     found = {**kept, "PYTHONPATH": os.pathsep.join(paths + [str(path) for path in before]), "OMP_NUM_THREADS": "1"}
     return found if folder is None else {**found, "NANBISECT_PROBE": str(folder)}

@@ -6,13 +6,17 @@ texts, run as in test_probe: a line marked `# birth` is the one that the trace m
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.test_probe import PROBE, SCRIPTS, Seen, Test, all_seen, scenario, seen  # noqa: F401 - two are fixtures
+from nanbisect.ports import free_port
+from tests.test_probe import PROBE, SCRIPTS, Seen, Test, all_seen, environment, read, scenario, seen  # noqa: F401 - two are fixtures
 
 pytestmark = pytest.mark.training
 
@@ -245,6 +249,7 @@ def test_an_overflow_is_the_birth_of_the_nan_that_comes_of_it(told: Told) -> Non
     told.is_at("aten.mm", "forward", "wo", "origin")
     assert told.origin["kind"] == "+inf"
     assert told.chain[told.event["nan_at"]] == ("native_layer_norm", "forward", "NaN from Inf")
+    assert told.event["hidden_by"] == []
     assert told.event["chain"][told.event["nan_at"]]["module"] == "norm"
     assert [each["absmax"] for each in told.origin["inputs"]] == [300.0, 30.0]
     assert told.origin["outputs"][0]["posinf"] == 64 and told.origin["outputs"][0]["min"] is None
@@ -292,6 +297,8 @@ def test_an_infinite_gradient_without_any_nan(told: Told) -> None:
 """)
 def test_a_mean_over_no_label(told: Told) -> None:
     told.is_at("aten.nll_loss_forward", "loss", None, "origin")
+    logits, target = told.origin["inputs"]
+    assert (logits["dtype"], target["dtype"], target["min"], target["max"]) == ("float32", "int64", -100, -100)
 
 
 @traced("""
@@ -328,6 +335,9 @@ def test_infinities_of_both_signs_that_meet_while_gradients_add_up(told: Told) -
 def test_an_epsilon_of_zero_in_an_operation_that_returns_nothing(told: Told) -> None:
     told.is_at("aten._foreach_addcdiv_", "optimizer", None, "origin")
     assert told.origin["name"] == "weight"
+    assert [each["name"] for each in told.origin["inputs"]] == ["weight", "tensor1", "tensor2"]
+    assert [each["before"] for each in told.origin["inputs"]] == [True, False, False]
+    assert (told.origin["inputs"][0]["nan"], told.origin["outputs"][0]["nan"]) == (0, 16)
     assert told.event["surfaced"]["phase"] == "optimizer"
 
 
@@ -423,6 +433,62 @@ def test_a_bad_batch(told: Told) -> None:
     assert (told.origin["phase"], told.origin["operation"], told.origin["name"]) == ("data", "aten.addmm", "0")
 
 
+@traced("""
+    def attend(weight, x, mask):
+        return (weight * x + mask).softmax(-1)  # birth
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x, mask):
+            return attend(self.weight, x, mask)
+
+    trace()
+    Masked()(torch.ones(2, 3), torch.tensor([[0.0, -INF, -INF], [-INF, -INF, -INF]])).sum().backward()
+""")
+def test_a_mask_that_comes_with_the_batch_is_no_origin(told: Told) -> None:
+    told.is_at("aten._softmax", "forward", "", "NaN from Inf")
+    assert told.chain[0] == ("add", "forward", "intended Inf")
+
+
+@traced("""
+    model = nn.Sequential(nn.Linear(3, 2))
+    trace()
+    train(model, torch.tensor([[1.0, -INF, INF]]))
+""")
+def test_an_infinity_in_the_batch_that_is_no_mask(told: Told) -> None:
+    assert (told.origin["phase"], told.origin["operation"], told.origin["label"]) == ("data", "aten.addmm", "origin")
+
+
+@traced("""
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True))
+    trace()
+    train(model, torch.tensor([[1, 2]]), loss=lambda y: (y - y.detach()).sqrt().sum())  # birth
+""")
+def test_a_sparse_gradient(told: Told) -> None:
+    told.is_at("aten.div", "backward", None, "origin")
+    assert told.event["surfaced"]["name"] == "0.weight"
+
+
+@traced("""
+    model = Do(lambda weight, x: (weight - 1.0).sqrt() * x)  # birth
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(3)).sum()
+        loss.backward()
+        return loss
+
+    trace()
+    optimizer.step(closure)
+""")
+def test_a_closure_is_no_optimizer(told: Told) -> None:
+    told.is_at("aten.div", "backward", "", "origin")
+
+
 # beside the origin -----------------------------------------------------------------------------
 
 
@@ -495,6 +561,43 @@ def test_the_attention_kernel_that_ran(told: Told) -> None:
     assert (kernel["kernel"], kernel["queries"], kernel["keys"]) == ("flash_cpu", 4, 4)
     assert kernel["masked_rows"] == 1
     assert told.event["found"] is False
+
+
+@traced("""
+    axes = sys.modules.get("_nanbisect_probe.trace_axes")
+    if axes is None:
+        trace()
+        axes = sys.modules["_nanbisect_probe.trace_axes"]
+    sizes = axes.sizes({"mask": torch.ones(2, 5), "codes": torch.ones(2, 5, 3, dtype=torch.long)})
+
+    def places(*shape):
+        bad = torch.zeros(shape)
+        bad[-1] = NAN
+        first = [shape[0] - 1] + [0] * (len(shape) - 1)
+        spot = axes.place_of(first, shape, sizes)
+        rows = axes.rows(bad, sizes)
+        return list(spot.values()), rows and [[row["sample"], row["positions"], row["count"]] for row in rows]
+
+    note(
+        sizes=list(sizes), hidden=places(2, 5, 8), scores=places(2, 4, 5, 5), heads=places(8, 5, 5),
+        channels=places(2, 5, 3),
+        flat=places(10, 7), shifted=places(8, 7), pooled=places(2, 7), other=places(7, 7), one=places(2),
+    )
+""")
+def test_samples_positions_and_channels_by_the_shape(seen: Seen) -> None:  # noqa: F811
+    every = [0, 1, 2, 3, 4]
+    assert seen.note == {
+        "sizes": [2, 5, 3],
+        "hidden": [[1, 0, None], [[1, every, 40]]],
+        "scores": [[1, 0, None], [[1, every, 100]]],
+        "heads": [[1, 0, None], [[1, every, 25]]],
+        "channels": [[1, 0, 0], [[1, every, 15]]],
+        "flat": [[1, 4, None], [[1, [4], 7]]],
+        "shifted": [[1, 3, None], [[1, [3], 7]]],
+        "pooled": [[1, None, None], [[1, None, 7]]],
+        "other": [[None, None, None], None],
+        "one": [[1, None, None], [[1, None, 1]]],
+    }
 
 
 # which step, and when not ----------------------------------------------------------------------
@@ -571,6 +674,45 @@ def test_a_compiled_step_is_traced_eagerly_and_says_so(told: Told, seen: Seen) -
 """)
 def test_a_backward_that_makes_a_graph_is_no_recomputation(told: Told) -> None:
     told.is_at("aten.div", "backward", None, "origin")
+
+
+DDP = """
+    import torch, torch.distributed as dist
+    from torch import nn
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        output = model(torch.ones(3, 4))
+        if dist.get_rank() == 1 and step == 1:
+            output = (output * 0).sqrt()
+        output.sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.destroy_process_group()
+"""
+
+
+def test_one_rank_has_the_origin_and_the_other_got_it_by_reduction(tmp_path: Path) -> None:
+    """Every process traces its own part of the step."""
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(DDP))
+    argv = [sys.executable, "-m", "torch.distributed.run", "--master_port", str(free_port()), "--nproc_per_node", "2"]
+    env = {**environment(tmp_path), "NANBISECT_TRACE": "2"}
+    subprocess.run([*argv, str(script)], env=env, capture_output=True, timeout=120, check=False)  # gloo may abort
+    lines = [line for path in sorted(tmp_path.glob("events.*")) for line in read(path)]
+    assert not [line for line in lines if line["kind"] == "probe_error"]
+    told = {line["rank"]: line["origin"] for line in lines if line["kind"] == "origin"}
+    places = {number: (each["phase"], each["label"], each["operation"]) for number, each in told.items()}
+    assert places == {
+        0: ("reduce", "came by reduction", "c10d.allreduce_"),
+        1: ("backward", "origin", "aten.div"),
+    }
+    assert told[1]["source"].endswith("train.py:13")
 
 
 def test_every_field_of_the_schema_is_there() -> None:

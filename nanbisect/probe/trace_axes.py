@@ -55,11 +55,11 @@ def axes(shape: Tuple[int, ...], known: Sizes) -> Axes:
     if first == samples:
         place = _position(shape, positions)
         return Axes(0, place, _channel(shape, place, known.channels))
+    if first % samples == 0 and len(shape) == 3 and positions is not None and shape[1] == positions:
+        return Axes(0, 1, None, first // samples)
     for length in (positions, None if positions is None else positions - 1):  # labels are shifted by one
         if length and first == samples * length:
             return Axes(0, None, _channel(shape, 0, known.channels), 1, length)
-    if first % samples == 0 and len(shape) == 3 and positions is not None and shape[1] == positions:
-        return Axes(0, 1, None, first // samples)
     return Axes()
 
 

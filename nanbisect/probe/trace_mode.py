@@ -17,8 +17,9 @@ from . import numbers
 from . import trace_operations as operations
 from . import trace_ranges as ranges
 from .phase import CUDA, capturing
-from .trace_book import Book, floating
+from .trace_book import Book
 from .trace_kernels import Kernels
+from .trace_operations import floating
 from .trace_places import Places
 from .trace_records import FRAMES, Call
 from .window import Clock, Ends, Range
@@ -83,7 +84,8 @@ class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if about.view:
             return None
         call = Call(about, place, self.places.count, self.micro)
-        call.inputs = [pair for pair in operations.inputs(about, args, kwargs) if floating(pair[1])]
+        for pair in operations.inputs(about, args, kwargs):
+            (call.inputs if floating(pair[1]) else call.whole).append(pair)
         if self.watched:
             self._watch(call)
         if about.written:

@@ -110,7 +110,8 @@ def _add(found: Named, name: str, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         found.append((name, value))
     elif isinstance(value, (list, tuple)):
-        found.extend((name, each) for each in value if isinstance(each, torch.Tensor))
+        for each in value:
+            _add(found, name, each)
 
 
 def infinite_scalar(args: Any, kwargs: Any) -> bool:
@@ -144,3 +145,8 @@ def storage(tensor: torch.Tensor) -> Optional[int]:
         return int(held(tensor).untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError, AttributeError):
         return None
+
+
+def floating(tensor: torch.Tensor) -> bool:
+    """Whether it can hold a bad value."""
+    return tensor.is_floating_point() or tensor.is_complex()

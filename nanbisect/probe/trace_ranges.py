@@ -14,7 +14,7 @@ Detail = Dict[str, Any]
 
 
 LARGE = 1 << 14  # elements of a tensor of which a brief look asks only whether it is finite
-ITEM: Any = torch._C.TensorBase.item  # not the one that the probe has wrapped
+ITEM: Any = torch.Tensor.__mro__[1].item  # type: ignore[attr-defined] # not the one that the probe has wrapped
 
 
 def look(tensor: torch.Tensor, *, later: bool = False, brief: bool = False) -> Optional[Range]:
@@ -23,13 +23,13 @@ def look(tensor: torch.Tensor, *, later: bool = False, brief: bool = False) -> O
     `later`: not read yet, on any device. `brief`: of a large one that is finite just that, which is faster to ask.
     """
     if later or not tensor.is_cpu:
-        return numbers.ends(tensor)
+        return unread(tensor)
     if type(tensor) in numbers.PLAIN and tensor.layout is torch.strided:
         if tensor.is_floating_point() and tensor.numel():
             if brief and tensor.numel() > LARGE and numbers.summable(tensor) and numbers.finite_sum(tensor):
                 return numbers.FINITE
             try:
-                low, high = torch.aminmax(tensor)
+                low, high = torch.aminmax(tensor if tensor.is_contiguous() else dense(tensor))
             except RuntimeError:  # fp16 in torch 2.1, float8
                 return at_once(tensor)
             return ITEM(low), ITEM(high)
@@ -38,13 +38,29 @@ def look(tensor: torch.Tensor, *, later: bool = False, brief: bool = False) -> O
     return at_once(tensor)
 
 
+def unread(tensor: torch.Tensor) -> Optional[torch.Tensor]:
+    """Its range on its device; None for a type of somebody's own that can't be looked at."""
+    try:
+        return numbers.ends(tensor)
+    except (RuntimeError, NotImplementedError, TypeError):
+        if type(tensor) in numbers.PLAIN:
+            raise
+        return None
+
+
 def at_once(tensor: torch.Tensor) -> Optional[Ends]:
     """The same, read now."""
-    pair = numbers.ends(tensor)
+    pair = unread(tensor)
     if pair is None:
         return None
     low, high = pair.tolist()
     return low, high
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements in the order of memory: of a transposed tensor aminmax would make a copy."""
+    strides = tensor.stride()
+    return tensor.permute(sorted(range(tensor.dim()), key=lambda place: -strides[place]))
 
 
 def finite(ends: Optional[Ends]) -> bool:
@@ -84,6 +100,9 @@ def describe(name: Optional[str], tensor: torch.Tensor, *, before: bool = False)
         "contiguous": tensor.is_contiguous() if strided else False, "before": before, **_values(numbers.local(tensor)),
     }  # fmt: skip
     detail["numel"] = tensor.numel()
+    if not tensor.is_floating_point() and not tensor.is_complex() and strided and tensor.numel():
+        low, high = int(ITEM(tensor.min())), int(ITEM(tensor.max()))
+        detail.update(min=low, max=high, absmax=max(abs(low), abs(high)))
     return detail
 
 

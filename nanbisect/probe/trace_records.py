@@ -86,11 +86,24 @@ class Record:
 class Call:
     """One operation under way."""
 
-    __slots__ = ("about", "before", "count", "described", "forced", "inputs", "lines", "micro", "outputs", "place")
+    __slots__ = (
+        "about",
+        "before",
+        "count",
+        "described",
+        "forced",
+        "inputs",
+        "lines",
+        "micro",
+        "outputs",
+        "place",
+        "whole",
+    )
 
     def __init__(self, about: About, place: Place, count: int, micro: int) -> None:
         self.about, self.place, self.count, self.micro = about, place, count, micro
         self.inputs: Named = []
+        self.whole: Named = []  # inputs that hold whole numbers
         self.outputs: Named = []
         self.before: List[Tuple[str, torch.Tensor, Any]] = []  # name, written tensor, its range before
         self.described: Dict[int, Dict[str, Any]] = {}  # of these, what can't be seen afterwards

@@ -15,6 +15,7 @@ from .trace_way import Way
 
 HEAD, TAIL = 24, 8  # links of a long chain that are written
 OUTSIDE = {"parameter": "load", "buffer": "load", "batch": "data", "unknown": "data", "reduced": "reduce"}
+BEFORE = ("forward", "loss", "data")  # what comes from nowhere there was made before the step's first forward
 Fields = Dict[str, Any]
 
 
@@ -57,6 +58,8 @@ class Teller:
         label, how = record.label, record.chosen.how if record.chosen is not None else None
         if record.meant and record.intended and how in OUTSIDE:
             label = INTENDED
+        elif how == "unknown" and fields["phase"] not in BEFORE:
+            pass  # neither the batch nor a parameter: where it came from is not known
         elif label != MASKING and how in OUTSIDE and not record.meant:
             fields["phase"] = OUTSIDE[how]
             maker = record.chosen.maker if record.chosen is not None else None

@@ -32,9 +32,9 @@ def back(book: Book, target: Record) -> Way:
     if twin is not None:
         rest = [record for record in links if record.number >= birth.number]
         links, birth = [*_parents(book, twin), *rest], book.records[twin.root]
-    hidden = _hidden(book, birth)
     place = next((at for at, record in enumerate(links) if _again(record)), 0)
-    if hidden and place > links.index(birth):
+    hidden = _hidden(book, birth) if place > links.index(birth) else []  # forward shows it to the end otherwise
+    if hidden:
         links = [*links[:place], hidden[0], *links[place:]]
     return Way(links, birth, hidden, finite)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
 
 import torch
 from torch.nn.modules import module as modules
@@ -24,13 +24,12 @@ from . import trace_tell as tell
 from . import trace_way as way
 from .events import Place as Surfacing
 from .journal import rank
-from .names import UNKNOWN
-from .ownership import state_of
 from .trace_book import Book
 from .trace_eagerly import Eagerly, Refused
+from .trace_failed import Failures, Heard, Targets
 from .trace_mode import Mode
 from .trace_places import Places
-from .trace_records import Known, Record
+from .trace_records import Known
 from .window import Entry, Window
 
 if TYPE_CHECKING:
@@ -40,22 +39,6 @@ if TYPE_CHECKING:
 ALSO = 16  # births of the same kind that are listed
 
 
-class Heard(NamedTuple):
-    """A non-finite event of the traced step."""
-
-    place: Surfacing
-    bad: List[Entry]
-
-
-class Note(NamedTuple):
-    """What was handed to backward, or arrived: loss or gradient, and the record that made it bad."""
-
-    what: str
-    micro: int
-    key: int  # id of the loss, or of the leaf
-    record: int
-
-
 class Tracing:
     """Begins and ends the trace of one step. One a process."""
 
@@ -63,8 +46,7 @@ class Tracing:
         self.observer, self.step = observer, step
         self.begun = self.over = self.told = False
         self.plain: Optional[float] = None
-        self.heard: List[Heard] = []
-        self.notes: List[Note] = []
+        self.failures = Failures()
         self.graphs: Dict[int, tell.Graph] = {}
         self.loaded: List[loaded.Loaded] = []
         self.eagerly = Eagerly()
@@ -77,7 +59,7 @@ class Tracing:
     def hear(self, window: Window, place: Surfacing, bad: List[Entry]) -> None:
         """A non-finite event is about to be written."""
         if place.phase == "load" or (self.begun and window.step == self.step):
-            self.heard.append(Heard(place, bad))
+            self.failures.heard.append(Heard(place, bad))
 
     def forward(self, module: torch.nn.Module, found: Dict[str, torch.Tensor]) -> None:
         """A training forward of a root starts (everything that the probe does before it is done)."""
@@ -96,7 +78,7 @@ class Tracing:
         self.places.doing = None
         if not self.begun and self.observer.window.step == self.step:
             self._begin(module)
-        elif self.begun and any(heard.place.phase != "load" for heard in self.heard):
+        elif self.begun and self.failures.first is not None:
             self.finish(self.observer.window, "judged")
         if self.begun and not self.over:
             self.mode.micro = self.observer.window.micro + 1
@@ -158,14 +140,8 @@ class Tracing:
         """Remember which record made this loss or gradient bad, before anything is done to it."""
         if not self.begun or self.over:
             return
-        storage, key = operations.storage(tensor), id(tensor if leaf is None else leaf)
-
-        def remember() -> None:
-            mark = None if storage is None else self.book.bad.get(storage)
-            if mark is not None:
-                self.notes.append(Note(what, micro, key, int(mark.value)))
-
-        self.mode.then(remember)
+        key = id(tensor if leaf is None else leaf)
+        self.mode.then(self.failures.note(self.book, what, micro, tensor, key))
 
     def on_this_thread(self) -> Any:
         """A context in which this thread's operations are seen (a backward may be called from another thread)."""
@@ -184,7 +160,7 @@ class Tracing:
         self._tried(self._ended, window, how, seconds)
 
     def _ended(self, window: Window, how: str, seconds: Optional[float]) -> None:
-        if self.begun and (window.seen or self.heard or how == "exit"):
+        if self.begun and (window.seen or self.failures.heard or how == "exit"):
             self.finish(window, how)
         elif how == "exit" and self.observer.journal.pid == os.getpid():
             reason = "step %d was not reached: the training ended in step %d" % (self.step, window.step)
@@ -199,12 +175,11 @@ class Tracing:
             return
         self.mode.flush()
         self._stop()
-        load = next((each for each in self.heard if each.place.phase == "load"), None)
-        heard = next((each for each in self.heard if each.place.phase != "load"), None)
-        if load is not None and (heard is None or _left(heard, load)):
-            fields = self._only_loaded(load)
-        elif heard is not None:
+        load, heard = self.failures.load, self.failures.first
+        if heard is not None:
             fields = self._found(window, heard)
+        elif load is not None:
+            fields = self._only_loaded(load)
         else:
             fields = {"found": False, "reason": self._nothing(how)}
         self._write({**fields, "seconds": seconds})
@@ -245,7 +220,8 @@ class Tracing:
     def _found(self, window: Window, heard: Heard) -> Dict[str, Any]:
         place = heard.place
         teller = self._teller()
-        targets = self._targets(window, heard)
+        names, contents = self.observer.names, self.observer.steps.contents
+        targets = Targets(self.book, names, contents, self.failures.notes).of(window, heard)
         target, others = way.first(self.book, targets) if targets else (None, [])
         found = None if target is None else way.back(self.book, target)
         name = heard.bad[0]["name"] if heard.bad else None
@@ -275,50 +251,6 @@ class Tracing:
         leaves = {id(tensor): name for name, tensor in names.live(names.parameters)}
         return tell.Teller(self.book, self.places, paths, leaves)
 
-    # what failed ----------------------------------------------------------------------------------
-
-    def _targets(self, window: Window, heard: Heard) -> List[Record]:
-        """Records of what failed, the first first."""
-        place = heard.place
-        if place.phase == "loss":
-            return self._losses(place.micro)[:1]
-        if place.phase == "backward":
-            return self._gradients(place.micro, heard.bad[0]["name"] if heard.bad else UNKNOWN)
-        if place.phase == "clip" and isinstance(window.norm, torch.Tensor):
-            return self._of([window.norm])
-        return self._of(self._named(heard, place.phase))
-
-    def _losses(self, micro: int) -> List[Record]:
-        """Of this micro-batch, the last that was handed over or looked at."""
-        notes = [note for note in reversed(self.notes) if note.what == "loss"]
-        notes.sort(key=lambda note: note.micro != micro)
-        return [self.book.records[note.record] for note in notes]
-
-    def _gradients(self, micro: int, name: str) -> List[Record]:
-        """Of this micro-batch, in order of arrival, the named one first."""
-        names = self.observer.names
-        keys = {id(tensor) for known, tensor in names.live(names.parameters) if known == name}
-        notes = [note for note in self.notes if note.what == "gradient" and note.micro == micro]
-        notes.sort(key=lambda note: note.key not in keys)
-        return [self.book.records[note.record] for note in notes]
-
-    def _named(self, heard: Heard, phase: str) -> List[torch.Tensor]:
-        names = self.observer.names
-        if phase == "reduce":
-            pairs = names.gradients()
-        else:
-            optimizers = self.observer.steps.contents.optimizers
-            pairs = [*names.live(names.parameters), *names.buffers_now(), *state_of(optimizers, names)]
-        wanted = {entry["name"] for entry in heard.bad}
-        return [tensor for name, tensor in pairs if name in wanted or (phase == "reduce" and not wanted)]
-
-    def _of(self, tensors: List[torch.Tensor]) -> List[Record]:
-        """The record of the one whose badness is the oldest."""
-        keys = [operations.storage(tensor) for tensor in tensors]
-        marks = [self.book.bad[key] for key in keys if key is not None and key in self.book.bad]
-        records = [self.book.records[mark.value] for mark in marks]
-        return sorted(records, key=lambda record: record.root)[:1]
-
     def _write(self, fields: Dict[str, Any]) -> None:
         self.over = self.told = True
         teller = self._teller()
@@ -337,13 +269,7 @@ class Tracing:
     def _forget(self) -> None:
         """Hold nothing of the user's any longer."""
         self.book = self.mode.book = Book()
-        self.notes, self.graphs, self.loaded = [], {}, []
+        self.failures, self.graphs, self.loaded = Failures(), {}, []
         places, self.places = self.places, Places()
         self.mode.places = self.places
         self.places.count = places.count
-
-
-def _left(heard: Heard, load: Heard) -> bool:
-    """Whether an event after the step shows only what was bad before it."""
-    names = {entry["name"] for entry in load.bad}
-    return heard.place.phase == "optimizer" and all(entry["name"] in names for entry in heard.bad)
