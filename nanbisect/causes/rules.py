@@ -324,8 +324,8 @@ def _kernels(trace: Trace) -> Sequence[Tensor]:
 def _zero_divisor(trace: Trace) -> Tensor | None:
     """The divisor (of a division the second input, of an inverse the only one) if zero is in it.
 
-    A quotient of finite numbers is NaN only for 0/0, so that the divisor's range need not be known then. The
-    probe takes no range of whole numbers: a division of one tensor is by such a one.
+    A quotient of finite numbers is NaN only for 0/0, so that the divisor's range need not be known then. A
+    division that shows one tensor only is by a number of the script.
     """
     place = 1 if trace.operation in DIVISIONS else 0 if trace.operation in INVERSES else None
     phases = (*COMPUTED, "backward") if trace.node == "DivBackward" else COMPUTED
