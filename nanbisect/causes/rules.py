@@ -172,9 +172,7 @@ def unselected_where(trace: Trace, outcome: Outcome) -> str | None:
         or not trace.born_of_finite("backward")
     ):
         return None
-    return (
-        f"a gradient of 0, which a selection had made, met the infinite derivative of {code(trace.node)}{trace.place}"
-    )
+    return f"a selection gave a gradient with a 0, which met the infinite derivative in {code(trace.node)}{trace.place}"
 
 
 def root_at_zero(trace: Trace, outcome: Outcome) -> str | None:
@@ -326,11 +324,12 @@ def _kernels(trace: Trace) -> Sequence[Tensor]:
 def _zero_divisor(trace: Trace) -> Tensor | None:
     """The divisor (of a division the second input, of an inverse the only one) if zero is in it.
 
-    A quotient of finite numbers is NaN only for 0/0, so that the divisor's range need not be known then. The
-    probe takes no range of whole numbers: a division of one tensor is by such a one.
+    A quotient of finite numbers is NaN only for 0/0, so that the divisor's range need not be known then. A
+    division that shows one tensor only is by a number of the script.
     """
     place = 1 if trace.operation in DIVISIONS else 0 if trace.operation in INVERSES else None
-    if place is None or not trace.inputs or not trace.born_of_finite(*COMPUTED):
+    phases = (*COMPUTED, "backward") if trace.node == "DivBackward" else COMPUTED
+    if place is None or not trace.inputs or not trace.born_of_finite(*phases):
         return None
     divisor = trace.inputs[place] if place < len(trace.inputs) else WHOLE
     certain = trace.kind == "nan" and place == 1
