@@ -188,6 +188,10 @@ def test_an_interrupt_keeps_what_ended_and_says_how_to_go_on(place: Path) -> Non
     import time
 
     command = [sys.executable, "-m", "nanbisect", *RUN, "--repeat", "2"]
+    listens = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", listens, *command]  # tests in the background of a shell ignore it
     process = subprocess.Popen(command, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = time.monotonic() + 60
     while not list((place / "out").glob("cells/*/attempt-1/outcome.json")) and time.monotonic() < deadline:

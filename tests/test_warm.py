@@ -182,6 +182,15 @@ def test_a_warm_process_is_as_a_cold_one(tmp_path: Path, words: tuple[str, ...],
     assert logs[0] == logs[1]
 
 
+def test_a_driver_in_the_background_of_a_shell_ignores_ctrl_c_and_its_trainings_do_not(tmp_path: Path) -> None:
+    """`nanbisect run ... &` of a script starts with SIGINT ignored; what it trains does as ever, warm and cold."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        test_a_warm_process_is_as_a_cold_one(tmp_path, ("who.py", "x"), real=False)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_accelerate_launch_sets_what_the_launcher_sets(tmp_path: Path) -> None:
     """One process: the launcher's own words and environment; several: the launcher itself, cold."""
     place = Place(tmp_path, stub=False)

@@ -1,8 +1,8 @@
 """The published faults, as data: a rule, what it means, what mends it, and public reports of the same kind, with a
 cause that was found or narrowed down.
 
-An entry without a report is plain arithmetic. Every entry has a training in `tests/cases` that brings it and one,
-alike but for the evidence, that does not (a fused GPU kernel excepted: its events are written out in the tests).
+An entry without a report is plain arithmetic. Every entry has a training in `tests/cases` that brings it, and does
+not speak when its evidence is edited out of that training's trace (of a fused GPU kernel the tests write out events).
 """
 
 from __future__ import annotations

@@ -97,6 +97,7 @@ def settle(job: Job, server: Mapping[str, str]) -> None:
     `server` is what the server was started with: what its imports added to it, they would have added here.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the driver runs in the background of a shell
     added = {name: value for name, value in os.environ.items() if name not in server}
     os.environ.clear()
     os.environ.update({**added, **job.env})
