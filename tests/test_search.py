@@ -276,7 +276,7 @@ def test_cells_that_are_never_judged_are_not_chased() -> None:
     assert sum(trial.status is Status.UNSUPPORTED for trial in trials) <= 3
     assert (result.pending, result.untestable) == (0, 8)
     assert ((3, 2),) in result.samples
-    assert "8 not testable here" in result.claims[0]
+    assert "8 are not testable here" in result.claims[0]
 
 
 def test_the_account_of_the_whole_grid_is_that_of_the_report() -> None:
@@ -368,7 +368,7 @@ def test_the_budget_ends_it_early_and_the_account_stays_true() -> None:
         chosen, result, _ = searched(NO_FLASH, demo, Plan(budget=budget), free=3)
         assert len(chosen) == budget and result.pending and not result.complete
         assert result.refuted + result.explained + result.untestable + result.pending == 107
-        assert f"{result.pending} not tried" in result.claims[0]
+        assert f"{result.pending} are not tried" in result.claims[0]
 
 
 def test_earlier_outcomes_cost_nothing() -> None:

@@ -83,7 +83,7 @@ def _claims(account: Account, last: bool) -> Iterator[str]:
         yield f"Any further cause involves at least {account.up_to + 1} factors."
     else:
         parts = [
-            f"{count} {word}"
+            f"{count} {'is' if count == 1 else 'are'} {word}"
             for count, word in ((account.pending, "not tried"), (account.untestable, "not testable here"))
             if count
         ]
