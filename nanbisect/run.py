@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -542,15 +543,9 @@ class Driver:
         outcomes = []
         with interruptible():
             for index, seed in enumerate(seeds, start=1):
-                try:
-                    self._start_alone(schedule.Attempt(cell, index), seed)
-                    while not (ended := list(self._poll())):
-                        self.occasion.sleep(POLL)
-                except BaseException:
-                    self._stop({})
-                    raise
-                outcome = self._judge(ended[0])
-                self.store.write_outcome(ended[0][0].folder, outcome)
+                ended = self._alone(partial(self._start_alone, schedule.Attempt(cell, index), seed))
+                outcome = self._judge(ended)
+                self.store.write_outcome(ended[0].folder, outcome)
                 listener(CellEnded(cell, outcome, index, len(seeds), None))
                 outcomes.append(outcome)
         return tuple(outcomes)
@@ -564,21 +559,28 @@ class Driver:
         launch = self.trainer.launch(matrix or self.matrix, cell, seed=seed, folder=folder)
         launch = replace(launch, env={**launch.env, **env})
         with interruptible():
-            slots = self._slots_for(attempt)
-            try:
-                task = self._task(launch, folder, slots)
-                handle = self.executor.start(replace(task, warm=self.warm.start(launch.warm)))
-            except BaseException:
-                self.pool.release(slots)
-                raise
-            self.running.append(Running(attempt, 1, seed, folder, slots, handle, self.occasion.clock()))
-            try:
-                while not (ended := list(self._poll())):
-                    self.occasion.sleep(POLL)
-            except BaseException:
-                self._stop({})
-                raise
-        return folder, ended[0][1]
+            return folder, self._alone(partial(self._start_aside, attempt, launch, folder, seed))[1]
+
+    def _start_aside(self, attempt: schedule.Attempt, launch: Launch, folder: Path, seed: int) -> None:
+        slots = self._slots_for(attempt)
+        try:
+            task = self._task(launch, folder, slots)
+            handle = self.executor.start(replace(task, warm=self.warm.start(launch.warm)))
+        except BaseException:
+            self.pool.release(slots)
+            raise
+        self.running.append(Running(attempt, 1, seed, folder, slots, handle, self.occasion.clock()))
+
+    def _alone(self, start: Callable[[], None]) -> tuple[Running, Exit]:
+        """One attempt from its start to its end, while nothing else is under way."""
+        try:
+            start()
+            while not (ended := list(self._poll())):
+                self.occasion.sleep(POLL)
+        except BaseException:
+            self._stop({})
+            raise
+        return ended[0]
 
     def judge_aside(self, cell: Cell, folder: Path, *, seed: int, ended: Exit) -> Outcome:
         """The outcome of such an attempt."""

@@ -240,7 +240,7 @@ class LocalExecutor:
         if keeper is not None:
             keeper.folder = folder
             self._keepers.of_slot[task.slot] = keeper
-        return _Attempt(task, folder, WarmShim(server, folder, done), life, time.monotonic())
+        return _Attempt(task, folder, WarmShim(folder, done, server), life, time.monotonic())
 
     def _kept(self, task: Task, folder: Path) -> _Attempt | None:
         """A further attempt in the process that stays on its slot; None where there is none that can take it."""

@@ -229,23 +229,37 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.overhead", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--tokens", default="64,1024", help="tokens a step, separated by commas")
-    parser.add_argument("--steps", type=int, default=20, choices=COUNTED, help="steps that count")
+def arguments_for(prog: str, doc: str | None, *, tokens: str, steps: int) -> argparse.ArgumentParser:
+    """The options that the benchmarks of a step share, with their own defaults."""
+    parser = argparse.ArgumentParser(prog=prog, description=(doc or "").split("\n")[0])
+    parser.add_argument("--tokens", default=tokens, help="tokens a step, separated by commas")
+    parser.add_argument("--steps", type=int, default=steps, help="steps that count")
     parser.add_argument("--threads", type=int, default=1, help="threads of each training")
     parser.add_argument("--model", help="folder of SmolLM2-135M; else a random model of its size")
     parser.add_argument("--toy", action="store_true", help="a tiny model, to see that the benchmark runs")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def print_table(arguments: argparse.Namespace, variants: Sequence[Variant]) -> None:
+    """Measure and print."""
     lines = list(HEAD)
     for tokens in map(int, arguments.tokens.split(",")):
-        rows = measure(Work(tokens, arguments.threads, arguments.model, arguments.toy), arguments.steps)
+        work = Work(tokens, arguments.threads, arguments.model, arguments.toy)
+        rows = measure(work, arguments.steps, variants)
         check(rows)
         lines += table(tokens, rows)
     lines += ["", f"{arguments.steps} steps each, {machine(arguments.threads)}."]
     lines += ["Losses and gradient norms of all trainings are the same bits."]
     sys.stdout.write("\n".join(lines) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The table of what the probe costs."""
+    parser = arguments_for("python -m tests.bench.overhead", __doc__, tokens="64,1024", steps=20)
+    arguments = parser.parse_args(argv)
+    if arguments.steps not in COUNTED:
+        parser.error(f"--steps: one of {', '.join(map(str, COUNTED))}")
+    print_table(arguments, VARIANTS)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,9 @@ must be the same bits.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
 
-from tests.bench.overhead import CELL, HEAD, PLAIN, Variant, Work, check, machine, measure, table
+from tests.bench.overhead import CELL, PLAIN, Variant, arguments_for, print_table
 
 TRACED = Variant("the traced step", "trace", "cell")
 VARIANTS = (
@@ -28,23 +26,9 @@ VARIANTS = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.trace", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--tokens", default="64", help="tokens a step, separated by commas")
-    parser.add_argument("--steps", type=int, default=7, help="steps that count")
-    parser.add_argument("--threads", type=int, default=1, help="threads of each training")
-    parser.add_argument("--model", help="folder of SmolLM2-135M; else a random model of its size")
-    parser.add_argument("--toy", action="store_true", help="a tiny model, to see that the benchmark runs")
-    arguments = parser.parse_args(argv)
-    lines = list(HEAD)
-    for tokens in map(int, arguments.tokens.split(",")):
-        work = Work(tokens, arguments.threads, arguments.model, arguments.toy)
-        rows = measure(work, arguments.steps, VARIANTS)
-        check(rows)
-        lines += table(tokens, rows)
-    lines += ["", f"{arguments.steps} steps each, {machine(arguments.threads)}."]
-    lines += ["Losses and gradient norms of all trainings are the same bits."]
-    sys.stdout.write("\n".join(lines) + "\n")
+    """The table of what the trace costs."""
+    parser = arguments_for("python -m tests.bench.trace", __doc__, tokens="64", steps=7)
+    print_table(parser.parse_args(argv), VARIANTS)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,12 @@ import select
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from nanbisect.executors.base import PIDS_FILE, Task
-from nanbisect.executors.warm.servers import Key, Server, key_of
+from nanbisect.executors.warm.servers import Key, PipedShim, Server, key_of
 
 PATIENCE = 8.0  # seconds for a process to leave that was asked to; then it is killed
 
@@ -102,34 +101,13 @@ class Keepers:
         self.of_slot.clear()
 
 
-@dataclass
-class KeptShim:
-    """A further attempt in a process that stays. `done` ends when the attempt has."""
-
-    folder: Path
-    done: int
+class KeptShim(PipedShim):
+    """A further attempt in a process that stays."""
 
     @property
     def pid(self) -> int | None:
         """Its shim's process id, once the attempt has begun."""
         return shim_of(self.folder)
-
-    def ended(self) -> bool:
-        """Whether the attempt has ended, or was never begun."""
-        with contextlib.suppress(BlockingIOError):
-            return os.read(self.done, 1) == b""
-        return False
-
-    def kill(self) -> None:
-        """SIGKILL."""
-        pid = self.pid
-        if pid is not None and not self.ended():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, 9)
-
-    def forget(self) -> None:
-        """It has ended."""
-        os.close(self.done)
 
 
 def shim_of(folder: Path | None) -> int | None:

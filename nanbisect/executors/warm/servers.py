@@ -186,18 +186,16 @@ class Server:
 
 
 @dataclass
-class WarmShim:
-    """A shim that a server was asked to start. `done` ends when nothing of it is left to run."""
+class PipedShim:
+    """An attempt in a process that this one did not start: `done` ends when nothing of the attempt is left to run."""
 
-    server: Server
     folder: Path
     done: int
 
     @property
     def pid(self) -> int | None:
-        """Its process id, once the server has said it."""
-        self.server.pump()
-        return self.server.born.get(str(self.folder))
+        """Its shim's process id, once that is known."""
+        raise NotImplementedError
 
     def ended(self) -> bool:
         """Whether it has gone, or was never started."""
@@ -215,6 +213,19 @@ class WarmShim:
     def forget(self) -> None:
         """It has ended."""
         os.close(self.done)
+
+
+@dataclass
+class WarmShim(PipedShim):
+    """A shim that a server was asked to start."""
+
+    server: Server
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id, once the server has said it."""
+        self.server.pump()
+        return self.server.born.get(str(self.folder))
 
 
 def _without_ours(env: Mapping[str, str]) -> dict[str, str]:
