@@ -131,11 +131,11 @@ def wait(executor: Executor, handle: Handle) -> Exit:
     """The end of an attempt that nothing else runs beside; stopped where the waiting is."""
     try:
         while (ended := executor.poll(handle)) is None:
-            time.sleep(POLL)
+            executor.wait([handle], POLL)
     except BaseException:
         executor.stop(handle)
         while executor.poll(handle) is None:
-            time.sleep(POLL)
+            executor.wait([handle], POLL)
         raise
     return ended
 

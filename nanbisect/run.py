@@ -213,7 +213,7 @@ class Driver:
                     return
                 self.pool.require()
             if not self._keep_ended(results):
-                self.occasion.sleep(POLL)
+                self._rest()
 
     def _confirm(self, results: Mapping[str, CellResult]) -> bool:
         """Whether cells that were judged in a shared process are to be made again, each by itself."""
@@ -436,6 +436,13 @@ class Driver:
         if said is not None:
             self.echo(StartNoted(said))
 
+    def _rest(self) -> None:
+        """A short sleep, cut short by an attempt that ends."""
+        if self.running:
+            self.executor.wait([entry.handle for entry in self.running], POLL)
+        else:
+            self.occasion.sleep(POLL)
+
     def _poll(self) -> Iterator[tuple[Running, Exit]]:
         for entry in list(self.running):
             ended = self.executor.poll(entry.handle)
@@ -530,7 +537,7 @@ class Driver:
         while self.running:
             for ended in self._poll():
                 self.store.write_outcome(ended[0].folder, self._judge(ended))
-            self.occasion.sleep(POLL)
+            self._rest()
 
     # one cell again ----------------------------------------------------------------------------
 
@@ -576,7 +583,7 @@ class Driver:
         try:
             start()
             while not (ended := list(self._poll())):
-                self.occasion.sleep(POLL)
+                self._rest()
         except BaseException:
             self._stop({})
             raise

@@ -6,7 +6,9 @@ import dataclasses
 import itertools
 import os
 import re
+import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +169,22 @@ def test_unknown_settings_and_levels_are_refused(preset: str, factors: str, word
     with pytest.raises(MatrixError) as caught:
         matrix_of(preset, factors)
     assert words in str(caught.value)
+
+
+def test_a_preset_is_read_when_it_is_asked_for() -> None:
+    """There are many, and most commands need one at most."""
+    code = """
+        from nanbisect import app
+        from nanbisect.trainers import presets
+        from nanbisect.trainers.registry import TRAINERS, VOCABULARIES
+        read, load = [], presets.load
+        presets.load = lambda name: read.append(name) or load(name)
+        assert "batch_size" in VOCABULARIES["sft"].settings and "trl" in VOCABULARIES and "nothing" not in TRAINERS
+        assert not read
+        assert VOCABULARIES["trl"].settings and TRAINERS["trl"] is TRAINERS["trl"]
+        assert read == ["trl"], read
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
 
 
 def test_a_bad_preset_says_all_that_is_wrong() -> None:

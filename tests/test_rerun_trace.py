@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from nanbisect import app as application
 from nanbisect import tracing
 from nanbisect.events import Event, TraceEnded, TraceStarted
 from nanbisect.evidence import Ending, Evidence
-from nanbisect.executors.base import Exit, Task
+from nanbisect.executors.base import Exit, Handle, Task
 from nanbisect.executors.local import LocalExecutor
 from nanbisect.executors.scripted import Clock, Scripted, ScriptedExecutor
 from nanbisect.matrix_file import NO_OVERRIDES
@@ -318,7 +318,7 @@ def test_a_traced_attempt_that_does_not_fail_is_no_origin(tmp_path: Path) -> Non
     assert len(kept.doubts) == 2  # said once
 
 
-def test_an_interrupted_trace_loses_nothing(tmp_path: Path) -> None:
+def test_an_interrupted_trace_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The outcome is written in one piece, at the end."""
     driver, _ = traced_run(tmp_path)
     driver.run(lambda event: None)
@@ -326,10 +326,10 @@ def test_an_interrupted_trace_loses_nothing(tmp_path: Path) -> None:
     failure = tracing.failure_of(driver, driver.cells.every[2])
     assert failure is not None
 
-    def interrupted(seconds: float) -> None:
+    def interrupted(handles: Sequence[Handle], seconds: float) -> None:
         raise KeyboardInterrupt
 
-    driver.occasion = replace(driver.occasion, sleep=interrupted)
+    monkeypatch.setattr(driver.executor, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         tracing.trace(driver, failure, lambda event: None)
     assert driver.store.outcomes(driver.cells.every[2]) == before

@@ -261,12 +261,12 @@ def test_a_gpu_that_is_given_back_is_used(tmp_path: Path) -> None:
     cards = Cards(gpu1=10.0)
     clock = Clock()
 
-    def sleep(seconds: float) -> None:
-        clock.sleep(seconds)
+    def look(slots: Sequence[str]) -> Mapping[str, Gpu]:
         if clock.now > 20:
             cards.free = {}
+        return cards(slots)
 
-    run = run_of(tmp_path / "r", lambda task: scripted(task, 9.0, gib=20), look=cards, sleep=sleep, clock=clock)
+    run = run_of(tmp_path / "r", lambda task: scripted(task, 9.0, gib=20), look=look, sleep=clock.sleep, clock=clock)
     run.executor.clock = clock
     run.go()
     assert ("1",) in {task.slot for task in run.executor.starts}

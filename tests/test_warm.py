@@ -414,6 +414,64 @@ def test_a_killed_shim_takes_all_with_it(place: Place) -> None:
         assert finish(executor, executor.start(place.task("-m", "who"))).code == 1  # others go on
 
 
+def waiting_pair(executor: LocalExecutor, after: Task) -> list[int]:
+    """The shim and the training process that wait for an attempt, when that one has ended."""
+
+    def others() -> list[int]:
+        below = psutil.Process(server_of(executor)).children(recursive=True)
+        return [process.pid for process in below if process.pid not in pids(after).values() and lives(process.pid)]
+
+    until(lambda: len(others()) == 2)
+    return others()
+
+
+def test_the_next_pair_is_forked_while_nobody_waits(place: Place) -> None:
+    """It takes the next attempt, and closing ends it."""
+    (place.work / "train.py").write_text("import torch")
+    with started() as executor:
+        first, second = place.task("train.py"), place.task("train.py")
+        assert finish(executor, executor.start(first)).code == 0
+        waiting = waiting_pair(executor, first)
+        assert finish(executor, executor.start(second)).code == 0
+        assert list(pids(second).values()) == waiting
+        waiting = waiting_pair(executor, second)
+    assert not any(map(lives, waiting))
+
+
+@pytest.mark.parametrize("killed", [1, 2])
+def test_a_killed_pair_that_waited_costs_nothing(place: Place, killed: int) -> None:
+    """Another is forked, and the attempt starts warm all the same."""
+    (place.work / "train.py").write_text("import torch; print('trained')")
+    with started() as executor:
+        first, task = place.task("train.py"), place.task("train.py")
+        assert finish(executor, executor.start(first)).code == 0
+        waiting = waiting_pair(executor, first)
+        for pid in waiting[:killed]:
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: not any(map(lives, waiting)))
+        ended = finish(executor, executor.start(task))
+        assert (ended.code, ended.started) == (0, "warm") and not executor.remarks()
+    assert (task.folder / LOG_FILE).read_text() == "trained\n"
+
+
+def test_waiting_ends_with_an_attempt(place: Place) -> None:
+    """Warm or cold: nobody sleeps on when an attempt has ended, nor much longer than asked."""
+    (place.work / "train.py").write_text("import torch, os, time\nwhile not os.path.exists('go'): time.sleep(0.01)")
+    for warm in (True, False):
+        (place.work / "go").unlink(missing_ok=True)
+        with started(warm) as executor:
+            handle = executor.start(place.task("train.py"))
+            executor.wait([handle], 0.01)
+            assert executor.poll(handle) is None
+            (place.work / "go").touch()
+            began = time.monotonic()
+            executor.wait([handle], 60)
+            ended = executor.poll(handle)
+            assert ended is not None and ended.code == 0 and time.monotonic() - began < 50
+            executor.wait([handle], 60)
+            assert time.monotonic() - began < 50
+
+
 def test_server_and_shim_killed_together_leave_nothing(place: Place) -> None:
     """Then only the marker in the memory of the forks tells whose they were."""
     (place.work / "train.py").write_text(GRANDCHILD + "import time; time.sleep(60)")

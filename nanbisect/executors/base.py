@@ -8,7 +8,7 @@ found out is in the files it wrote.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
@@ -145,6 +145,10 @@ class Executor(Protocol):
 
     def poll(self, handle: Handle) -> Exit | None:
         """How the attempt ended, or None while anything of it may still run. Stays the same once told."""
+        ...
+
+    def wait(self, handles: Sequence[Handle], seconds: float) -> None:
+        """Returns once one of these attempts may have ended, and after so many seconds at the latest."""
         ...
 
     def stop(self, handle: Handle) -> None:

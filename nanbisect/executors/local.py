@@ -12,12 +12,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -50,6 +51,8 @@ class _Shim(Protocol):
 
     @property
     def pid(self) -> int | None: ...
+    @property
+    def gone(self) -> int | None: ...  # a descriptor that can be read when it has ended
     def ended(self) -> bool: ...
     def kill(self) -> None: ...
     def forget(self) -> None: ...
@@ -60,6 +63,12 @@ class _ColdShim:
     """A shim that this process has started itself."""
 
     process: subprocess.Popen[bytes]
+    gone: int | None = None
+
+    def __post_init__(self) -> None:
+        if hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):  # an old kernel, or none left
+                self.gone = os.pidfd_open(self.process.pid)
 
     @property
     def pid(self) -> int:
@@ -75,7 +84,9 @@ class _ColdShim:
         self.process.kill()
 
     def forget(self) -> None:
-        """Nothing is held."""
+        """It has ended."""
+        if self.gone is not None:
+            os.close(self.gone)
 
 
 @dataclass
@@ -146,6 +157,17 @@ class LocalExecutor:
             seconds, how = round(time.monotonic() - attempt.began, 3), started_as(attempt.folder)
             attempt.exit = exit or Exit("lost", seconds=seconds, started=how)
         return attempt.exit
+
+    def wait(self, handles: Sequence[Handle], seconds: float) -> None:
+        """Sleeps until the shim of one has gone; where nothing tells of that, all the time."""
+        poll = select.poll()
+        for handle in handles:
+            attempt = self._attempts[handle]
+            if attempt.exit is not None:
+                return
+            if attempt.shim.gone is not None:
+                poll.register(attempt.shim.gone, select.POLLIN)
+        poll.poll(seconds * 1000)
 
     def stop(self, handle: Handle) -> None:
         """Asks the shim, which ends all and then itself within the grace and a little."""

@@ -7,7 +7,7 @@ milliseconds, and records what a scheduler must not get wrong.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from signal import SIGTERM
@@ -85,6 +85,9 @@ class ScriptedExecutor:
             self.clock.sleep(self.tick)
             attempt.exit = self._end(handle.task, attempt)
         return attempt.exit
+
+    def wait(self, handles: Sequence[Handle], seconds: float) -> None:
+        """No wait: polling moves the clock."""
 
     def stop(self, handle: Handle) -> None:
         """The next poll says cancelled."""

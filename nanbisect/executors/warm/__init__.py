@@ -2,6 +2,7 @@
 
 `servers.py` is the driver's side. The rest runs in the training's own interpreter, started by path and
 without nanbisect: `server.py` imports and forks, `preload.py` says what is imported, `launcher.py` asks
-`accelerate launch` what it would do, `child.py` turns a fork into the process that a cold start gives.
+`accelerate launch` what it would do, `pair.py` forks a shim with its training process, `child.py` turns the
+latter into the process that a cold start gives.
 Linux only: elsewhere attempts start cold.
 """

@@ -10,7 +10,7 @@ import ast
 import importlib
 import os
 import sys
-from typing import Any, Iterator, List, Sequence, Set, Tuple
+from typing import Any, Callable, Iterator, List, Sequence, Set, Tuple
 
 LIBRARIES = frozenset(
     (
@@ -19,6 +19,8 @@ LIBRARIES = frozenset(
     )
 )
 LEARNED = LIBRARIES | {"sympy"}  # what these import late, on first use, a server learns from its children
+LATE = ("torch._dynamo",)
+"""What every optimizer of torch imports when it is made. It takes a second, which the first child need not wait for."""
 NESTED = (ast.If, ast.Try, ast.With)
 
 
@@ -108,15 +110,24 @@ def reported(folder: str) -> List[str]:
 
 
 def threads() -> List[str]:
-    """Names of the other threads of this process, as a fork finds them.
+    """Names of the other threads of this process, as a fork finds them."""
+    forked(lambda: False)
+    return others()
 
-    OpenBLAS ends its threads by itself when the process forks, and starts them again when they are needed;
-    so it is a fork that is asked.
+
+def forked(ask: Callable[[], Any]) -> bool:
+    """What a fork of this process answers.
+
+    OpenBLAS ends its threads by itself when the process forks, and starts them again when they are needed.
     """
     pid = os.fork()
     if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
+        os._exit(int(bool(ask())))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
+
+
+def others() -> List[str]:
+    """Names of the other threads of this process now."""
     own = str(os.getpid())
     return [_name(task) for task in os.listdir("/proc/self/task") if task != own]
 

@@ -17,23 +17,19 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 if sys.path and os.path.abspath(sys.path[0]) == HERE:
     del sys.path[0]  # first of all, lest this folder's names shadow the user's
 
-import atexit  # noqa: E402
 import contextlib  # noqa: E402
 import gc  # noqa: E402
 import importlib.machinery  # noqa: E402
 import importlib.util  # noqa: E402
 import json  # noqa: E402
 import select  # noqa: E402
-import signal  # noqa: E402
 import socket  # noqa: E402
-import traceback  # noqa: E402
-from typing import Any, Dict, List, Optional, Set, Tuple  # noqa: E402
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple  # noqa: E402
 
 PLAN = "NANBISECT_WARM"
 AGAIN = "NANBISECT_WARM_AGAIN"  # how often this server has started itself afresh, and its shims
 TRIES = 8
 TICK = 0.5
-ORDER = ("life", "done", "log", "env", "echo")
 
 
 def load(path: str, name: str) -> Any:
@@ -53,16 +49,22 @@ child = load(os.path.join(HERE, "child.py"), "child")
 
 
 class Server:
-    """The server's state. `plan`: kind, words, modules, scripts, psutil, folder, skip, learn."""
+    """The server's state. `plan`: kind, words, modules, scripts, psutil, folder, skip, learn, careful."""
 
     def __init__(self, driver: socket.socket, plan: Dict[str, Any], *, again: int, shims: List[int]) -> None:
         self.driver = driver
         self.plan = plan
         self.again = again
         self.prepared: Set[Tuple[str, ...]] = set()
+        self.begun = False  # whether some attempt has
+        self.ready: Any = None  # a pair that waits for an attempt
+        self.asks: List[socket.socket] = []  # of the pairs at work
+        self.late = list(preload.LATE)
         self.start = dict(os.environ)
         self.shims: Set[int] = set(shims)  # they outlive a fresh start
         self.shim = self._load_shim()
+        load(os.path.join(HERE, "serial.py"), "serial")
+        self.pair = load(os.path.join(HERE, "pair.py"), "pair")  # which needs all of them
 
     def _load_shim(self) -> Any:
         """The shim's module; psutil may have to come from nanbisect's own environment, and then goes unseen."""
@@ -93,14 +95,18 @@ class Server:
             scripts.append(self.plan["words"][0])
         else:
             scripts += preload.files_of(self.plan["words"][0])
+        careful = self.plan["careful"]
         for module, names in preload.wanted(self.plan["modules"], scripts):
             root = preload.root_of(module)
             if root not in self.plan["skip"]:
                 preload.bring(module, names)
-                if preload.threads() and root != "torch":  # do without this library
+                if careful and preload.threads() and root != "torch":  # do without this library
                     skip = [*self.plan["skip"], root]
                     self._again({**self.start, PLAN: json.dumps({**self.plan, "skip": skip})})
-        return self._unfit()
+        why = self._unfit()
+        if why is not None and not careful and preload.threads():
+            self._again({**self.start, PLAN: json.dumps({**self.plan, "careful": True})})
+        return why
 
     def _again(self, env: Dict[str, str]) -> None:
         """Start afresh in another environment, at most a few times."""
@@ -112,32 +118,32 @@ class Server:
 
     def _learn(self) -> None:
         """Import what children had to import late. Where that forbids a fork: start afresh, and learn no more."""
-        names = [name for name in preload.reported(self.plan["folder"]) if name not in sys.modules]
+        names = [name for name in self._reported() if name not in sys.modules]
         if not names or not self.plan["learn"]:
             return
+        self._drop()
         for name in names:
             preload.bring(name, [])
+        gc.freeze()
         if self._unfit() is not None:
             self._again({**self.start, PLAN: json.dumps({**self.plan, "learn": False})})
+
+    def _reported(self) -> List[str]:
+        late, self.late = (self.late, []) if self.begun else ([], self.late)
+        return [*late, *preload.reported(self.plan["folder"])]
 
     def _unfit(self) -> Optional[str]:
         """What forbids a fork of this process."""
         torch: Any = sys.modules.get("torch")
         if torch is None:
             return "torch can't be imported"
-        threads = preload.threads()
+        bad = preload.forked(torch.cuda._is_in_bad_fork)
+        threads = preload.others()
         if threads:
             return "an import started a thread (%s)" % ", ".join(threads)
-        if torch.cuda.is_initialized() or self._forks_are_bad(torch):
+        if torch.cuda.is_initialized() or bad:
             return "an import touched CUDA, and such a process can't be forked"
         return None
-
-    @staticmethod
-    def _forks_are_bad(torch: Any) -> bool:
-        pid = os.fork()
-        if pid == 0:
-            os._exit(int(bool(torch.cuda._is_in_bad_fork())))
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
 
     # attempts ----------------------------------------------------------------------------------
 
@@ -147,88 +153,66 @@ class Server:
         gc.collect()
         gc.freeze()  # what is here is shared by all children: no collection need touch it
         while True:
-            ready, _, _ = select.select([self.driver], [], [], TICK)
+            ready, _, _ = select.select([self.driver, *self.asks], [], [], 0 if self.begun and self.late else TICK)
             self._reap()
             self._learn()
-            if ready:
-                data, fds, _, _ = socket.recv_fds(self.driver, 1 << 16, len(ORDER))
-                if not data:
-                    os._exit(0)
-                job = self._attempt(json.loads(data), dict(zip(ORDER, fds)))
-                if job is not None:
-                    return job
+            ended = [ask for ask in self.asks if ask in ready]
+            for ask in ended:
+                self.asks.remove(ask)
+                ask.close()
+            job = self._answer() if self.driver in ready else self._fork() if ended else None
+            if job is not None:
+                return job
 
-    def _attempt(self, request: Dict[str, Any], fds: Dict[str, int]) -> Any:
-        """Fork the shim. Returns None in the server, the job in the training process, never in the shim."""
+    def _answer(self) -> Any:
+        """Take a request. Returns None in the server, the job in a child."""
+        data, fds, _, _ = socket.recv_fds(self.driver, self.pair.ROOM, len(self.pair.ORDER))
+        if not data:
+            self._drop()
+            os._exit(0)
+        request = json.loads(data)
         self._prepare(request["prepare"])
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})  # until there are handlers
-        pid = os.fork()
-        if pid == 0:
-            self.driver.close()
-            return self._as_shim(request, fds)
-        signal.pthread_sigmask(signal.SIG_SETMASK, [])
-        self.shims.add(pid)
-        for fd in fds.values():
+        while True:
+            job = self._fork(fds)
+            if job is not None:
+                return job
+            ready, self.ready = self.ready, None
+            if ready.hand_over(data, fds):
+                break  # else somebody has killed it
+        self.asks.append(ready.ask)
+        self.begun = True
+        for fd in fds:
             os.close(fd)
-        self.driver.send(json.dumps({"pid": pid, "folder": request["folder"]}).encode())
+        self.driver.send(json.dumps({"pid": ready.shim, "folder": request["folder"]}).encode())
         return None
+
+    def _fork(self, fds: Sequence[int] = ()) -> Any:
+        """See to it that a pair is ready, one without these files. Returns None in the server, the job in a child."""
+        if self.ready is None:
+            self.ready, job = self.pair.fork([self.driver, *self.asks], fds, reports=self.plan["folder"])
+            if job is not None:
+                return job
+            self.shims.add(self.ready.shim)
+        return None
+
+    def _drop(self) -> None:
+        """A pair that knows less than this process does, or that nobody wants any more, leaves."""
+        if self.ready is not None:
+            self.ready.dismiss()
+            self.shims.discard(self.ready.shim)
+            self.ready = None
 
     def _prepare(self, asked: Optional[List[str]]) -> None:
         """Let the trainer make ready what all children share, once; leave if that forbids a fork."""
         if asked is None or tuple(asked) in self.prepared:
             return
+        self._drop()
         self.prepared.add(tuple(asked))
         importlib.import_module(asked[0]).prepare(asked[1])
         why = self._unfit()
         if why is not None:
             self.driver.send(json.dumps({"unfit": why}).encode())
             os._exit(0)
-
-    def _as_shim(self, request: Dict[str, Any], fds: Dict[str, int]) -> Any:
-        """In the fork: fork the training process, and be its shim to the end."""
-        try:
-            os.setsid()
-            child.mark(request["folder"])
-            os.dup2(fds["log"], 2)
-            os.dup2(fds.get("echo", fds["log"]), 1)
-            with os.fdopen(fds["env"]) as file:
-                environment = json.load(file)
-            with open(request["spec"]) as file:
-                spec = json.load(file)
-            read, write = os.pipe()
-            keeps = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) if request["keep"] else None
-            shim, main = os.getpid(), os.fork()
-            if main == 0:
-                theirs = [write, read, *fds.values(), *([keeps[0].detach()] if keeps else [])]
-                job = self._as_training(spec, request, environment, theirs, shim)
-                return job._replace(orders=keeps[1]) if keeps else job
-            os.close(write)
-            if keeps is None:
-                self.shim.attend(spec, fds["life"], environment, started=(main, read))
-            else:
-                keeps[1].close()
-                files = {"started": (main, read), "fds": fds, "control": keeps[0], "mark": child.mark}
-                load(os.path.join(HERE, "serial.py"), "serial").attend(spec, environment, **files)
-        except BaseException:  # noqa: BLE001 - a fork must never go on as the server
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-
-    def _as_training(
-        self, spec: Dict[str, Any], request: Dict[str, Any], environment: Dict[str, str], fds: List[int], shim: int
-    ) -> Any:
-        os.setsid()
-        self.shim.dying_with(shim)()
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.dup2(fds[0], 1)
-        os.dup2(fds[0], 2)
-        path = os.path.join(self.plan["folder"], "modules-%d" % os.getpid())
-        atexit.register(preload.report, path, set(sys.modules))
-        for fd in {null, *fds}:
-            with contextlib.suppress(OSError):  # the environment's is closed
-                os.close(fd)
-        return child.Job(request["kind"], request["words"], spec["argv"], spec["workdir"], environment)
 
     def _reap(self) -> None:
         """Collect the dead; end what a killed shim left behind."""

@@ -100,6 +100,7 @@ class Server:
             "psutil": str(Path(psutil.__file__).parent.parent),
             "folder": self.folder.name,
             "skip": [],
+            "careful": False,  # look for threads after each library, to find the one that starts them
             "learn": True,
         }
         ours = {MARKER: str(home).ljust(ROOM, "/"), "NANBISECT_WARM": json.dumps(plan)}
@@ -196,6 +197,11 @@ class PipedShim:
     def pid(self) -> int | None:
         """Its shim's process id, once that is known."""
         raise NotImplementedError
+
+    @property
+    def gone(self) -> int:
+        """What can be read when it has ended."""
+        return self.done
 
     def ended(self) -> bool:
         """Whether it has gone, or was never started."""

@@ -10,6 +10,7 @@ import atexit
 import os
 import sys
 import traceback
+import weakref
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -54,8 +55,12 @@ def stays() -> Any:
 
 def leave(code: int) -> NoReturn:
     """End at once. Taking the interpreter apart takes longer than many a cell's training, and nothing waits for it:
-    every line is written, no thread is left, and what asked to be called at the exit is called.
+    every line is written, no thread is left, and what asked to be called at the exit is called, but for torch, which
+    would take its tables of operators apart, one by one.
     """
+    for finalizer, info in list(getattr(weakref.finalize, "_registry", {}).items()):
+        if getattr(info.func, "__module__", None) == "torch.library":
+            finalizer.atexit = False
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -20,7 +20,8 @@ from nanbisect.trainers.sft.job import Job, global_batch, largest_batch, size, v
 from nanbisect.trainers.sft.settings import ON_A_LOADED_MODEL, RECIPES, SETTINGS, VOCABULARY
 
 SAME_ORDER = {"PYTHONHASHSEED": "0"}  # a recipe that goes through a set must give every cell the same records
-PRELOADED = ("nanbisect.trainers.sft.loop", "nanbisect.trainers.sft.recipes.causal_lm")
+PRELOADED = ("nanbisect.trainers.sft.loop",)
+RECIPE = "nanbisect.trainers.sft.recipes.causal_lm"
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
@@ -49,7 +50,7 @@ class SftTrainer:
         local = job.model is not None and Path(job.model).is_absolute() and not job.trust_remote_code
         given = held.argument(str(job.model), str(value_of(job.settings, "param_dtype"))) if local else ""
         prepare = (held.__name__, given) if local else None
-        return WarmStart(argv[0], "module", argv[2:], modules=PRELOADED, prepare=prepare, ours=True)
+        return WarmStart(argv[0], "module", argv[2:], modules=(*PRELOADED, RECIPE), prepare=prepare, ours=True)
 
     def check(self, matrix: Matrix, *, folder: Path) -> Launch:
         """One look at this machine, the recipe, the model's configuration and the data.
