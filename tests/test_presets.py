@@ -174,11 +174,11 @@ def test_unknown_settings_and_levels_are_refused(preset: str, factors: str, word
 def test_a_preset_is_read_when_it_is_asked_for() -> None:
     """There are many, and most commands need one at most."""
     code = """
-        from nanbisect import app
         from nanbisect.trainers import presets
-        from nanbisect.trainers.registry import TRAINERS, VOCABULARIES
         read, load = [], presets.load
         presets.load = lambda name: read.append(name) or load(name)
+        from nanbisect import app
+        from nanbisect.trainers.registry import TRAINERS, VOCABULARIES
         assert "batch_size" in VOCABULARIES["sft"].settings and "trl" in VOCABULARIES and "nothing" not in TRAINERS
         assert not read
         assert VOCABULARIES["trl"].settings and TRAINERS["trl"] is TRAINERS["trl"]

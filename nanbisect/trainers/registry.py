@@ -26,6 +26,9 @@ class ByName(Mapping[str, Made]):
             raise KeyError(name)
         return self._make(name)
 
+    def __contains__(self, name: object) -> bool:
+        return name in _names()
+
     def __iter__(self) -> Iterator[str]:
         return iter(_names())
 

@@ -1,8 +1,9 @@
 """What a sweep costs beyond its training: `python -m tests.bench.sweep [--quick]`.
 
-The judgeable cells of the demo, the same trainings four ways, one after the other on one slot:
-(a) one Python process that imports once and trains them back to back, (b) `nanbisect run`,
-(c) `nanbisect run --cold`, (d) a loop of `accelerate launch`. Losses must be the same bits in all four.
+The judgeable cells of the demo, the same trainings in several ways, one after the other on one slot:
+(a) one Python process that imports once and trains them back to back, (a') the same with a bare fork a
+cell, (b) `nanbisect run`, (c) `nanbisect run --cold`, (d) a loop of `accelerate launch`. None traces.
+Losses must be the same bits in all.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def losses_in(folder: Path) -> list[str]:
     return [json.dumps(line["losses"]) for line in lines if line["kind"] == "step"]
 
 
-# the four ways ---------------------------------------------------------------------------------
+# the ways --------------------------------------------------------------------------------------
 
 BACK_TO_BACK = """
 import json, os, sys
@@ -79,13 +80,33 @@ for folder in json.loads(sys.argv[1]):
 """
 
 
-def back_to_back(matrix: Matrix, cells: Sequence[Cell], folder: Path) -> Losses:
-    """(a)"""
-    made = jobs(matrix, cells, folder)
-    env = {**os.environ, "PYTHONHASHSEED": "0", **probe_environment(folder, os.environ)}
-    folders = json.dumps([str(path) for path in made.values()])
-    _quietly([sys.executable, "-c", BACK_TO_BACK, folders], env)
-    return {name: losses_in(path) for name, path in made.items()}
+BARE_FORKS = """
+import gc, json, os, sys
+import torch._dynamo
+import nanbisect.trainers.sft.loop
+from nanbisect.trainers.sft.__main__ import leave, main
+gc.collect()
+gc.freeze()
+for folder in json.loads(sys.argv[1]):
+    pid = os.fork()
+    if pid == 0:
+        os.environ["NANBISECT_PROBE"] = folder
+        sys.modules["_nanbisect_probe"].moved(folder)
+        leave(main([folder + "/job.json"]))
+    os.waitpid(pid, 0)
+"""
+
+
+def one_python(code: str) -> Callable[[Matrix, Sequence[Cell], Path], Losses]:
+    """(a), and its like with a process of its own for every cell: what isolation costs at the least."""
+
+    def run(matrix: Matrix, cells: Sequence[Cell], folder: Path) -> Losses:
+        made = jobs(matrix, cells, folder)
+        env = {**os.environ, "PYTHONHASHSEED": "0", **probe_environment(folder, os.environ)}
+        _quietly([sys.executable, "-c", code, json.dumps([str(path) for path in made.values()])], env)
+        return {name: losses_in(path) for name, path in made.items()}
+
+    return run
 
 
 def ours(*options: str) -> Callable[[Matrix, Sequence[Cell], Path], Losses]:
@@ -116,7 +137,8 @@ def launched(matrix: Matrix, cells: Sequence[Cell], folder: Path) -> Losses:
 
 
 WAYS = {
-    "(a) one process, back to back": back_to_back,
+    "(a) one process, back to back": one_python(BACK_TO_BACK),
+    "(a') one process, a bare fork a cell": one_python(BARE_FORKS),
     "(b) `nanbisect run`": ours("--no-trace"),
     "(c) `nanbisect run --cold`": ours("--no-trace", "--cold"),
     "(d) a loop of `accelerate launch`": launched,
@@ -130,7 +152,7 @@ def _quietly(argv: Sequence[str], env: dict[str, str], codes: Sequence[int] = (0
 
 
 def measure(*, quick: bool) -> list[Way]:
-    """All four ways, of a package whose bytecode is there, as pip leaves it. Exits when their losses differ."""
+    """All ways, of a package whose bytecode is there, as pip leaves it. Exits when their losses differ."""
     compileall.compile_dir(str(ROOT / "nanbisect"), quiet=1)
     matrix, chosen = demo(quick=quick)
     found = []
