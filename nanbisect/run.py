@@ -526,7 +526,7 @@ class Driver:
             open_,
             seeds=self.seeds,
             elapsed={entry.attempt.cell.id: now - entry.began for entry in self.running},
-            work=self.work,
+            expected=self.expected,
             slots=self.pool.at_once,
         )
 

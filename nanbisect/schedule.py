@@ -95,15 +95,13 @@ def time_left(
     *,
     seeds: Sequence[int],
     elapsed: Mapping[str, float],
-    work: Mapping[str, float],
+    expected: Forecast | None,
     slots: int,
 ) -> float | None:
-    """Seconds to the end of the run; None before the first cell has ended.
+    """Seconds to the end of the run; None where nothing is foretold.
 
-    `work[cell id]` is the number of micro-batches a cell has to do, `elapsed` the seconds of cells under
-    way, `slots` how many may be under way together.
+    `elapsed`: the seconds of cells under way; `slots`: how many may be under way together.
     """
-    expected = forecast(results, work)
     if expected is None:
         return None
     left = {}

@@ -102,7 +102,7 @@ def test_after_the_first_cells_the_estimate_is_within_two_times(speeds: list[flo
             for place, cell in enumerate(cells)
         ]
         left = sum(load + seconds[cell.id] for cell in cells[known:])
-        told = schedule.time_left(results, seeds=[0], elapsed={}, work=dict.fromkeys(seconds, 4.0), slots=1)
+        told = time_left(results, dict.fromkeys(seconds, 4.0), elapsed={}, slots=1)
         spent = sum(load + seconds[cell.id] for cell in cells[:known])
         if {item for cell in cells[:known] for item in cell.levels.items()} != set(pace):
             continue
@@ -110,17 +110,25 @@ def test_after_the_first_cells_the_estimate_is_within_two_times(speeds: list[flo
         assert 0.5 <= (spent + told) / (spent + left) <= 2.0
 
 
+def time_left(
+    results: list[CellResult], work: dict[str, float], *, elapsed: dict[str, float], slots: int
+) -> float | None:
+    """By what these results foretell."""
+    expected = schedule.forecast(results, work)
+    return schedule.time_left(results, seeds=[0], elapsed=elapsed, expected=expected, slots=slots)
+
+
 def test_no_estimate_before_the_first_cell_has_ended() -> None:
     """A number out of nothing would be a guess."""
-    assert schedule.time_left([result(1), result(2)], seeds=[0], elapsed={}, work={}, slots=1) is None
+    assert time_left([result(1), result(2)], {}, elapsed={}, slots=1) is None
 
 
 def test_slots_and_elapsed_time_shorten_the_rest() -> None:
     """What has passed is taken off; the last cell can't be shared out."""
     results = [result(1, Status.FINITE), result(2), result(3)]
     work = {r.cell.id: 4.0 for r in results}
-    assert schedule.time_left(results, seeds=[0], elapsed={}, work=work, slots=1) == pytest.approx(12.0)
-    assert schedule.time_left(results, seeds=[0], elapsed={"n=2": 4.0}, work=work, slots=2) == pytest.approx(6.0)
+    assert time_left(results, work, elapsed={}, slots=1) == pytest.approx(12.0)
+    assert time_left(results, work, elapsed={"n=2": 4.0}, slots=2) == pytest.approx(6.0)
 
 
 def test_the_controls_come_first_then_the_longest() -> None:
@@ -156,7 +164,7 @@ def test_the_makespan_lies_between_its_bounds(under_way: list[float], waiting: l
 def test_a_command_that_tells_only_how_long_it_took_is_foretold() -> None:
     """Its load and training are one time; before, there was no estimate for commands at all."""
     known = CellResult(Cell(1, {"n": "1"}), (Outcome(Status.FINITE, "", seconds=8.0),))
-    left = schedule.time_left([known, result(2)], seeds=[0], elapsed={}, work={"n=1": 4.0, "n=2": 4.0}, slots=1)
+    left = time_left([known, result(2)], {"n=1": 4.0, "n=2": 4.0}, elapsed={}, slots=1)
     assert left == pytest.approx(8.0)
     unjudged = CellResult(Cell(1, {"n": "1"}), (Outcome(Status.FAILED, "", seconds=8.0),))
-    assert schedule.time_left([unjudged, result(2)], seeds=[0], elapsed={}, work={}, slots=1) is None
+    assert time_left([unjudged, result(2)], {}, elapsed={}, slots=1) is None

@@ -1,4 +1,4 @@
-"""What a sweep costs beyond its training: `python -m tests.bench.sweep [--quick]`.
+"""What a sweep costs beyond its training: `python -m tests.bench.sweep [--quick] [--rounds N]`.
 
 The judgeable cells of the demo, the same trainings in several ways, one after the other on one slot:
 (a) one Python process that imports once and trains them back to back, (a') the same with a bare fork a
@@ -18,8 +18,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 from nanbisect.matrix import Cell, Matrix, expand
 from nanbisect.matrix_file import read_matrix
@@ -151,19 +152,23 @@ def _quietly(argv: Sequence[str], env: dict[str, str], codes: Sequence[int] = (0
         raise SystemExit(f"{argv[:4]} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
-def measure(*, quick: bool) -> list[Way]:
-    """All ways, of a package whose bytecode is there, as pip leaves it. Exits when their losses differ."""
+def measure(*, quick: bool, rounds: int = 1) -> list[Way]:
+    """All ways in turn, so often, and the median of each; with bytecode there, as pip leaves it.
+
+    Exits when their losses differ.
+    """
     compileall.compile_dir(str(ROOT / "nanbisect"), quiet=1)
     matrix, chosen = demo(quick=quick)
-    found = []
-    for name, way in WAYS.items():
+    found: dict[str, list[Way]] = {name: [] for name in WAYS}
+    for name, way in list(WAYS.items()) * rounds:
         with tempfile.TemporaryDirectory() as folder:
             began = time.monotonic()
             losses = way(matrix, chosen, Path(folder))
-            found.append(Way(name, time.monotonic() - began, losses))
-        if found[-1].losses != found[0].losses:
-            raise SystemExit(f"{name} gave other losses than {found[0].name}")
-    return found
+            found[name].append(Way(name, time.monotonic() - began, losses))
+        first = next(iter(found.values()))[0]
+        if losses != first.losses:
+            raise SystemExit(f"{name} gave other losses than {first.name}")
+    return [replace(ways[0], seconds=median(way.seconds for way in ways)) for ways in found.values()]
 
 
 def table(ways: Sequence[Way], training: float) -> str:
@@ -180,10 +185,14 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="four of the demo's 24 judgeable cells")
-    ways = measure(quick=parser.parse_args().quick)
+    parser.add_argument("--rounds", type=int, default=1, help="so often, in turn; the median counts")
+    given = parser.parse_args()
+    ways = measure(quick=given.quick, rounds=given.rounds)
     imports = time_of_imports()
     sys.stdout.write(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; ")
-    sys.stdout.write(f"{len(ways[0].losses)} cells, the same losses in all; imports alone take {imports:.1f} s\n\n")
+    sys.stdout.write(
+        f"{len(ways[0].losses)} cells, {given.rounds} rounds, the same losses in all; imports alone take {imports:.1f} s\n\n"
+    )
     sys.stdout.write(table(ways, ways[0].seconds - imports) + "\n")
 
 
