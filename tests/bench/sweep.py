@@ -190,9 +190,8 @@ def main() -> None:
     ways = measure(quick=given.quick, rounds=given.rounds)
     imports = time_of_imports()
     sys.stdout.write(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; ")
-    sys.stdout.write(
-        f"{len(ways[0].losses)} cells, {given.rounds} rounds, the same losses in all; imports alone take {imports:.1f} s\n\n"
-    )
+    sys.stdout.write(f"{len(ways[0].losses)} cells, rounds: {given.rounds}, the same losses in all; ")
+    sys.stdout.write(f"imports alone take {imports:.1f} s\n\n")
     sys.stdout.write(table(ways, ways[0].seconds - imports) + "\n")
 
 
