@@ -74,6 +74,8 @@ def run(
     trainer, executor, console = TRAINERS[matrix.trainer], LocalExecutor(warm=not occasion.cold), show.console_for()
     try:
         store = _to_resume(matrix, out, reports) if resume else None
+        if store is None and out is not None:
+            Store.require_free(out)  # said before the machine is looked at
         plan, spend = flags.plan(matrix, store.search() if store else None)
         occasion = replace(occasion, plan=plan, spend=spend, finish=flags.finish)
         console.print(LOOKING, style="dim")

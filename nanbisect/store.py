@@ -63,12 +63,18 @@ class Store:
         here = Path.cwd()
         return str(self.folder.relative_to(here) if self.folder.is_relative_to(here) else self.folder)
 
-    @classmethod
-    def create(cls, folder: Path, run: Mapping[str, Any]) -> Store:
-        """Make the folder with its `run.json`. Raises StoreError if it is in use or can't be made."""
+    @staticmethod
+    def require_free(folder: Path) -> None:
+        """Raises StoreError if a run can't be made there, since something is."""
         with explained(folder):
             if folder.exists() and any(not _ours(entry) for entry in folder.iterdir()):
                 raise StoreError(f"{folder} is not empty\ntry: another --out, or --resume if it is an unfinished run")
+
+    @classmethod
+    def create(cls, folder: Path, run: Mapping[str, Any]) -> Store:
+        """Make the folder with its `run.json`. Raises StoreError if it is in use or can't be made."""
+        cls.require_free(folder)
+        with explained(folder):
             store = cls(folder)
             store.made = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)

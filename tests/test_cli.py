@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from nanbisect.app import LOOKING
 from tests import tiny
 from tests.commands import nanbisect, result
 
@@ -140,7 +141,9 @@ def test_a_finite_run_ends_with_zero_and_resumes_to_the_same(place: Path) -> Non
     assert again.code == 0, again.err
     assert "2 of them done before" in again.out
     assert json.loads((place / "out" / "result.json").read_text())["cells"] == json.loads(before)["cells"]
-    nanbisect(*RUN, cwd=place).refused("not empty", "--resume")
+    used = nanbisect(*RUN, cwd=place)
+    used.refused("not empty", "--resume")
+    assert LOOKING not in used.out + used.err  # said at once
     nanbisect(*RUN, "--resume", "--steps", "2", cwd=place).refused("another matrix", "steps")
     data = (place / "train.jsonl").read_text()
     (place / "train.jsonl").write_text(data.replace("a", "e", 1))
