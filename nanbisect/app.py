@@ -190,7 +190,7 @@ def rerun(
     try:
         with store.lock():
             if not known:
-                outcomes = driver.again(target, seeds=seeds, listener=listener, variant=variant is not None)
+                outcomes = driver.single.again(target, seeds=seeds, listener=listener, variant=variant is not None)
             traced = _traced(driver, target, listener, variant=variant is not None) if trace else None
     finally:
         executor.close()
@@ -532,7 +532,7 @@ def _lacking(alone: Matrix, cell: Cell, occasion: Occasion) -> str | None:
 
 def _seeds(earlier: CellResult, driver: Driver, repeat: int, told: str | None) -> list[int]:
     """The seed of the attempt repeated (or the one told by `--with seed=N`), then the ones after it."""
-    first = earlier.outcome.seed if earlier.outcome else driver.seed(1)
+    first = earlier.outcome.seed if earlier.outcome else driver.attempts.seed(1)
     first = int(told) if told is not None else first
     return [first + index for index in range(repeat)]
 

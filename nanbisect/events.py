@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from nanbisect.matrix import Cell
@@ -98,3 +98,4 @@ class RunEnded:
 Event = (
     RunStarted | CellStarted | CellEnded | LevelBlocked | SlotNoted | StartNoted | TraceStarted | TraceEnded | RunEnded
 )
+Listener = Callable[[Event], None]

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
-from types import FrameType
-from typing import NoReturn
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from nanbisect import schedule
+from nanbisect.attempts import Attempts, Running, interruptible
 from nanbisect.attribution import Searched, attribute
 from nanbisect.cells import Cells
 from nanbisect.choosing import Search, costs, imported_of, is_search, search_json, summary_of, trials_of
 from nanbisect.confirm import to_make_again
 from nanbisect.errors import UsageError
-from nanbisect.events import CellEnded, CellStarted, Event, LevelBlocked, RunEnded, RunStarted, SlotNoted, StartNoted
-from nanbisect.evidence import PORT_TAKEN, judge
-from nanbisect.executors.base import Executor, Exit, Handle, Task, WarmStart, child_environment
+from nanbisect.events import CellEnded, LevelBlocked, Listener, RunEnded, RunStarted, SlotNoted, StartNoted
+from nanbisect.evidence import PORT_TAKEN
+from nanbisect.executors.base import Executor
 from nanbisect.machine import (
-    POLL,
     Machine,
     Occasion,
     changed_inputs,
@@ -30,7 +24,6 @@ from nanbisect.machine import (
     run_json,
     slot_environment,
     slots_of,
-    wait,
 )
 from nanbisect.matrix import Cell, Matrix, run_order
 from nanbisect.outcome import KEPT, CellResult, Note, Outcome, Status
@@ -38,10 +31,10 @@ from nanbisect.picking import default_folder, pick_cell
 from nanbisect.pool import Pool
 from nanbisect.search.space import Space
 from nanbisect.search.values import Choice, Kind, Strategy, Trial
+from nanbisect.single import Single
 from nanbisect.slots import Trial as SlotTrial
-from nanbisect.store import Store, read_evidence
-from nanbisect.trainers.base import Launch, Trainer
-from nanbisect.warm_check import WarmCheck
+from nanbisect.store import Store
+from nanbisect.trainers.base import Trainer
 
 __all__ = [
     "BadFirstCell",
@@ -61,23 +54,8 @@ __all__ = [
     "slots_of",
 ]
 
-Listener = Callable[[Event], None]
 MAY_END_OTHERWISE = (Status.FAILED, Status.TIMED_OUT, Status.OUT_OF_MEMORY)  # tried again by --resume, once
 RETRIES = 1  # of an attempt that somebody killed, in one run; --resume tries again
-
-
-@dataclass
-class Running:
-    """An attempt under way."""
-
-    attempt: schedule.Attempt
-    number: int
-    seed: int
-    folder: Path
-    slots: tuple[str, ...]
-    handle: Handle
-    began: float
-    warm: WarmStart | None = None  # how it may have started
 
 
 class Driver:
@@ -97,33 +75,28 @@ class Driver:
         self.store, self.machine, self.occasion = store, machine, occasion
         self.cells = Cells(matrix)
         self.blocked = list(machine.blocked)
-        self.running: list[Running] = []
         known = [outcome for result in self.results() for outcome in result.attempts if outcome.judged]
-        self.usable = bool(known)  # whether some cell has shown that the model and the data are
         peak = max((outcome.memory_bytes or 0 for outcome in known), default=0)
         self.pool = Pool(machine, matrix.gpus_per_cell, occasion, peak=peak or None)
         self.pool.tell = self._slot_noted
-        self.seeds = [self.seed(index) for index in range(1, matrix.repeat + 1)]
+        self.attempts = Attempts(matrix, trainer, executor, store=store, pool=self.pool, occasion=occasion)
+        self.attempts.usable = bool(known)
+        self.single = Single(self.attempts)
+        self.seeds = [self.attempts.seed(index) for index in range(1, matrix.repeat + 1)]
         self.once_more: set[str] = set()
-        self.alone: set[str] = set()  # cells to be judged in a process of their own, after a shared one
-        self.group = ""  # of the cell that was started last
         self.other_port: set[str] = set()  # cells that were given a second port
         self.controls: frozenset[str] = frozenset()
         self.expected: schedule.Forecast | None = None
         self.work: dict[str, float] = {}
         self.search: Search | None = None
-        self.order: dict[tuple[str, int], int] = {}  # (cell's id, attempt) -> its place in the order of starts
         self.wanted: dict[str, dict[int, str]] = {}  # cell's id -> the seeds that a search wants, by index: why
         self.began, self.ended = occasion.clock(), ""  # why it ended, where a search or a budget says so
-        self.warm = WarmCheck(wanted=occasion.check)
-        self.variant = False
-        self.echo: Listener = lambda event: None
 
     # the whole matrix --------------------------------------------------------------------------
 
     def run(self, listener: Listener) -> tuple[CellResult, ...]:
         """Make every attempt that is missing. Ctrl-C and TERM stop cleanly, then raise KeyboardInterrupt."""
-        self.echo = listener
+        self.attempts.tell = listener
         self.executor.recover(self.store.folder)
         results = self._begin()
         self.work.update(self.trainer.work(self.matrix, [result.cell for result in results.values()]))
@@ -136,7 +109,7 @@ class Driver:
             try:
                 self._loop(results)
             except BaseException:
-                self._stop(results)
+                self.attempts.stop()
                 listener(RunEnded(str(self.store), interrupted=True))
                 raise
         self._end(results)
@@ -165,7 +138,7 @@ class Driver:
             self.controls = frozenset(cell.id for cell in order[:first])
         else:
             order = self.store.cells(self.cells)
-        results = {cell.id: CellResult(cell, self._finished(cell)) for cell in order}
+        results = {cell.id: CellResult(cell, self.attempts.finished(cell)) for cell in order}
         if plan.strategy is Strategy.GRID and plan.budget is None and self.occasion.spend is None:
             self.store.write_search(None)
             return results
@@ -179,11 +152,15 @@ class Driver:
 
     def _begun(self, result: CellResult) -> int:
         """When a cell was first started, in the order of starts."""
-        return min((self.order.get((result.cell.id, outcome.attempt), -1) for outcome in result.attempts), default=-1)
+        return min(
+            (self.attempts.order.get((result.cell.id, outcome.attempt), -1) for outcome in result.attempts), default=-1
+        )
 
     def _indexes(self, result: CellResult) -> list[int]:
         """Which of the seeds a cell was run with."""
-        return sorted({index for o in schedule.counted(result.attempts) if (index := o.seed - self.seed(1) + 1) > 0})
+        return sorted(
+            {index for o in schedule.counted(result.attempts) if (index := o.seed - self.attempts.seed(1) + 1) > 0}
+        )
 
     def _started(self, results: Mapping[str, CellResult]) -> RunStarted:
         cells, plan = tuple(result.cell for result in results.values()), self.occasion.plan
@@ -206,14 +183,14 @@ class Driver:
     def _loop(self, results: dict[str, CellResult]) -> None:
         while True:
             waiting = self._start_some(results) if self.pool.has_room else True
-            if not self.running:
+            if not self.attempts.running:
                 if not waiting:
                     if self._confirm(results):
                         continue
                     return
                 self.pool.require()
             if not self._keep_ended(results):
-                self._rest()
+                self.attempts.rest()
 
     def _confirm(self, results: Mapping[str, CellResult]) -> bool:
         """Whether cells that were judged in a shared process are to be made again, each by itself."""
@@ -221,11 +198,13 @@ class Driver:
         if not any(attempt.started == KEPT for result in known for attempt in result.attempts):
             return False
         found = attribute(self.matrix.factors, known, searched=self._searched(known))
-        new = to_make_again(found.unconfirmed, known) - self.alone
-        self.alone |= new
+        new = to_make_again(found.unconfirmed, known) - self.attempts.alone
+        self.attempts.alone |= new
         if new:
             what = "1 cell is" if len(new) == 1 else f"{len(new)} cells are"
-            self.echo(StartNoted(f"{what} made again, in a process of its own, before a cause counts as proved"))
+            self.attempts.tell(
+                StartNoted(f"{what} made again, in a process of its own, before a cause counts as proved")
+            )
         return bool(new)
 
     def _searched(self, results: tuple[CellResult, ...]) -> Searched | None:
@@ -238,11 +217,11 @@ class Driver:
     def _keep_ended(self, results: dict[str, CellResult]) -> bool:
         """Takes in what has ended; whether anything had, so that its slot need not wait."""
         some = False
-        for ended in self._poll():
-            self._keep(ended, self._judge(ended), results)
+        for entry, ended in self.attempts.poll():
+            self._keep(entry, self.attempts.judge(entry, ended), results)
             some = True
         for text in self.executor.remarks():
-            self.echo(StartNoted(text))
+            self.attempts.tell(StartNoted(text))
         return some
 
     def _start_some(self, results: dict[str, CellResult]) -> bool:
@@ -255,25 +234,25 @@ class Driver:
                 self._keep_blocked(attempt, reason, results)
         attempts = self._startable(results)
         if attempts:
-            last = not self.running and not self._pending(results)
+            last = not self.attempts.running and not self._pending(results)
             waiting = self._in_turn(attempts, last=last)
             for attempt, slots in self.pool.place([(attempt, attempt.cell.id) for attempt in waiting], last=last):
-                self._start(attempt, slots)
+                self.attempts.start(attempt, slots, seed=self.attempts.seed(attempt.index), why=self._why(attempt))
         return bool(attempts)
 
     def _choose(self, search: Search, results: dict[str, CellResult]) -> None:
         """Ask the search for cells, as many as there are free slots that no other cell waits for."""
         search.look_at(self.occasion.clock() - self.began)
-        if search.plan.strategy is Strategy.GRID or search.spent(results.values(), len(self.running)):
+        if search.plan.strategy is Strategy.GRID or search.spent(results.values(), len(self.attempts.running)):
             return
-        if self.running and not (self.usable or self._first_is_usable()):
+        if self.attempts.running and not (self.attempts.usable or self.attempts.first_is_usable()):
             return
         waiting = [attempt.cell for attempt in self._pending(results)]
-        free = (self.pool.at_once - len(self.running) if self.usable else 1) - len(waiting)
+        free = (self.pool.at_once - len(self.attempts.running) if self.attempts.usable else 1) - len(waiting)
         if free <= 0:
             return
         space, trials = self._so_far(search, results)
-        under_way = [space.row(cell.levels) for cell in (*waiting, *(entry.attempt.cell for entry in self.running))]
+        under_way = [space.row(cell.levels) for cell in (*waiting, *(entry.cell for entry in self.attempts.running))]
         for choice in search.ask(space, trials, running=under_way, free=free, cost=costs(space, self.expected)):
             self._want(self.cells.cell(space.levels(choice.row)), choice, results)
         if search.done and self.occasion.finish:
@@ -285,8 +264,8 @@ class Driver:
         trials = trials_of(
             space,
             tuple(results.values()),
-            self.order,
-            first_seed=self.seed(1),
+            self.attempts.order,
+            first_seed=self.attempts.seed(1),
             imported=search.imported,
             given_up=self.pool.killed(RETRIES) - self.once_more,
         )
@@ -297,7 +276,7 @@ class Driver:
         self.wanted.setdefault(cell.id, {})[choice.seed] = choice.why
         results.setdefault(cell.id, CellResult(cell))
         self.work.update(self.trainer.work(self.matrix, [cell]))
-        self.seeds += [self.seed(index) for index in range(len(self.seeds) + 1, choice.seed + 1)]
+        self.seeds += [self.attempts.seed(index) for index in range(len(self.seeds) + 1, choice.seed + 1)]
 
     def _finish_grid(self, search: Search, results: dict[str, CellResult]) -> None:
         """The cells that the search had no need of."""
@@ -310,21 +289,21 @@ class Driver:
 
     def _startable(self, results: Mapping[str, CellResult]) -> list[schedule.Attempt]:
         """Attempts to make now. The first cell goes alone until it has shown that model and data can be used."""
-        if self.search is not None and self.search.spent(results.values(), len(self.running)):
+        if self.search is not None and self.search.spent(results.values(), len(self.attempts.running)):
             return []
         attempts = self._pending(results)
-        if not attempts and not self.running:
+        if not attempts and not self.attempts.running:
             attempts = self._pending(results, last=True)
-        if self.usable or self._first_is_usable():
+        if self.attempts.usable or self.attempts.first_is_usable():
             return attempts
-        return attempts[:1] if not self.running else []
+        return attempts[:1] if not self.attempts.running else []
 
     def _pending(
         self, results: Mapping[str, CellResult], *, last: bool = False, running: Collection[str] | None = None
     ) -> list[schedule.Attempt]:
         """Attempts still to make. `last`: nothing else is left, so a GPU is doubted for a single failure."""
         if running is None:
-            running = {entry.attempt.cell.id for entry in self.running}
+            running = {entry.cell.id for entry in self.attempts.running}
         again = {*self.once_more, *self.pool.to_repeat(last=last)}
         return schedule.pending(
             [self._by_itself(result) for result in results.values()],
@@ -337,7 +316,7 @@ class Driver:
 
     def _by_itself(self, result: CellResult) -> CellResult:
         """Without what was made in a shared process, where the cell is to be made again."""
-        if result.cell.id not in self.alone:
+        if result.cell.id not in self.attempts.alone:
             return result
         return replace(result, attempts=tuple(one for one in result.attempts if one.started != KEPT))
 
@@ -355,26 +334,7 @@ class Driver:
 
     def _in_another_group(self, cell: Cell) -> bool:
         """Whether its turn comes when the process of now has no cell left; the controls come as they are."""
-        return cell.id not in self.controls and self.group not in ("", self.trainer.keep(self.matrix, cell))
-
-    def _first_is_usable(self) -> bool:
-        """Whether the cell under way has got as far as calling its model with a batch."""
-        self.usable = any(read_evidence(entry.folder).events("root") for entry in self.running)
-        return self.usable
-
-    def _finished(self, cell: Cell) -> tuple[Outcome, ...]:
-        """Outcomes on disk; an attempt without one is judged from what its dead driver left."""
-        outcomes = []
-        for folder in self.store.attempt_folders(cell):
-            outcome, about = self.store.outcome(folder), self.store.about(folder)
-            number = int(folder.name.partition("-")[2])
-            self.order[(cell.id, number)] = about.get("order", -1)
-            if outcome is None:
-                seed = about.get("seed", self.seed(1))  # never started: killed, whatever its seed
-                outcome = self._judge_folder(cell, folder, number=number, seed=seed, ended=None)
-                self.store.write_outcome(folder, outcome)
-            outcomes.append(outcome)
-        return tuple(outcomes)
+        return cell.id not in self.controls and self.attempts.group not in ("", self.trainer.keep(self.matrix, cell))
 
     def _done(self, results: Mapping[str, CellResult]) -> int:
         """How many cells have nothing left to do; those under way have."""
@@ -382,102 +342,23 @@ class Driver:
 
     # one attempt -------------------------------------------------------------------------------
 
-    def seed(self, index: int) -> int:
-        """The seed of a cell's attempt `index`: the same in every cell."""
-        return int(self.matrix.settings.get("seed", "0")) + index - 1
-
-    def _start(self, attempt: schedule.Attempt, slots: tuple[str, ...], *, seed: int | None = None) -> None:
-        seed = self.seed(attempt.index) if seed is None else seed
-        try:
-            number, folder = self._new_attempt(attempt, seed)
-            launch = self.trainer.launch(self.matrix, attempt.cell, seed=seed, folder=folder)
-            task = self._task(launch, folder, slots)
-            handle = self.executor.start(replace(task, warm=self._warm(attempt.cell, launch)))
-        except BaseException:
-            self.pool.release(slots)
-            raise
-        now = self.occasion.clock()
-        self.running.append(Running(attempt, number, seed, folder, slots, handle, now, launch.warm))
-        self.echo(CellStarted(attempt.cell, number, ",".join(slots), self._why(attempt)))
-
-    def _new_attempt(self, attempt: schedule.Attempt, seed: int) -> tuple[int, Path]:
-        """The number and the folder of an attempt, with a note of what it is."""
-        number, folder = self.store.new_attempt(attempt.cell, variant=self.variant)
-        order = 1 + max(self.order.values(), default=0)
-        self.store.write_about(folder, attempt.cell, seed=seed, order=order, why=self._why(attempt))
-        if not self.variant:
-            self.order[(attempt.cell.id, number)] = order
-        return number, folder
-
     def _why(self, attempt: schedule.Attempt) -> str:
         return self.wanted.get(attempt.cell.id, {}).get(attempt.index, "")
 
-    def _warm(self, cell: Cell, launch: Launch) -> WarmStart | None:
-        """How an attempt may start; a cell that a shared process has failed, or must not decide alone, starts cold."""
-        warm = None if cell.id in self.alone else self.warm.start(launch.warm)
-        if warm is None or not self.occasion.keep or self.variant:
-            return warm
-        self.group = self.trainer.keep(self.matrix, cell)
-        return replace(warm, keep=self.group)
-
-    def _task(self, launch: Launch, folder: Path, slots: tuple[str, ...]) -> Task:
-        offline = {"HF_HUB_OFFLINE": "1"} if launch.from_hub and self.usable else {}
-        added = {**offline, **launch.env, **slot_environment(slots, self.occasion, launch.env)}
-        env = child_environment(self.occasion.environ, set=added)
-        return Task(launch.argv, env, Path(launch.workdir), folder, self.matrix.timeout, slots, launch.warm)
-
-    def _compare(self, entry: Running, cold: Outcome) -> None:
-        """The same cell once more, warm, before others of the same command may start so."""
-        folder = self.store.scratch()
-        launch = self.trainer.launch(self.matrix, entry.attempt.cell, seed=entry.seed, folder=folder)
-        ended = wait(self.executor, self.executor.start(self._task(launch, folder, entry.slots)))
-        warm = self._judge_folder(entry.attempt.cell, folder, number=entry.number, seed=entry.seed, ended=ended)
-        said = self.warm.settle(cold, warm)
-        if said is not None:
-            self.echo(StartNoted(said))
-
-    def _rest(self) -> None:
-        """A short sleep, cut short by an attempt that ends."""
-        if self.running:
-            self.executor.wait([entry.handle for entry in self.running], POLL)
-        else:
-            self.occasion.sleep(POLL)
-
-    def _poll(self) -> Iterator[tuple[Running, Exit]]:
-        for entry in list(self.running):
-            ended = self.executor.poll(entry.handle)
-            if ended is not None:
-                self.running.remove(entry)
-                self.pool.release(entry.slots)
-                yield entry, ended
-
-    def _judge(self, ended: tuple[Running, Exit]) -> Outcome:
-        entry, how = ended
-        return self._judge_folder(entry.attempt.cell, entry.folder, number=entry.number, seed=entry.seed, ended=how)
-
-    def _judge_folder(self, cell: Cell, folder: Path, *, number: int, seed: int, ended: Exit | None) -> Outcome:
-        return judge(
-            read_evidence(folder, ended),
-            attempt=number,
-            seed=seed,
-            effect_of=lambda resolved: self.trainer.effect(self.matrix, cell, resolved),
-        )
-
-    def _keep(self, ended: tuple[Running, Exit], outcome: Outcome, results: dict[str, CellResult]) -> None:
-        entry = ended[0]
+    def _keep(self, entry: Running, outcome: Outcome, results: dict[str, CellResult]) -> None:
         first = not any(result.attempts for result in results.values())
         if outcome.bad_input and first:
             what, _, mend = outcome.reason.partition("\ntry:")
             mend = mend or " mend what it names; nothing was kept of this run"
-            raise BadFirstCell(f"{what} (in the first cell, {entry.attempt.cell.id})\ntry:{mend}")
+            raise BadFirstCell(f"{what} (in the first cell, {entry.cell.id})\ntry:{mend}")
         self.store.write_outcome(entry.folder, outcome)
-        if outcome.blocked and entry.attempt.cell.levels.items() >= outcome.blocked.items():
+        if outcome.blocked and entry.cell.levels.items() >= outcome.blocked.items():
             self.blocked.append((outcome.blocked, outcome.reason))
-            self.echo(LevelBlocked(outcome.blocked, outcome.reason))
-        self._learn(entry.attempt.cell, entry.slots, outcome)
-        self._tell(entry.attempt.cell, outcome, results)
-        if not self.occasion.cold and self.warm.due(entry.warm, outcome) and self._more_to_come(results):
-            self._compare(entry, outcome)
+            self.attempts.tell(LevelBlocked(outcome.blocked, outcome.reason))
+        self._learn(entry.cell, entry.slots, outcome)
+        self._tell(entry.cell, outcome, results)
+        if not self.occasion.cold and self.attempts.warm.due(entry.warm, outcome) and self._more_to_come(results):
+            self.attempts.compare(entry, outcome)
 
     def _more_to_come(self, results: Mapping[str, CellResult]) -> bool:
         """Whether several attempts are left: those that wait, or whatever a search will ask for."""
@@ -486,10 +367,10 @@ class Driver:
 
     def _learn(self, cell: Cell, slots: tuple[str, ...], outcome: Outcome) -> None:
         """What an attempt says beyond its own end: of the inputs, of its GPU, and that a port was taken."""
-        self.usable = self.usable or outcome.judged
+        self.attempts.usable = self.attempts.usable or outcome.judged
         self.once_more.discard(cell.id)
         if outcome.started == KEPT and outcome.status in (*MAY_END_OTHERWISE, Status.KILLED):
-            self.alone.add(cell.id)
+            self.attempts.alone.add(cell.id)
         if PORT_TAKEN in (note.code for note in outcome.doubts) and cell.id not in self.other_port:
             self.other_port.add(cell.id)
             self.once_more.add(cell.id)
@@ -500,11 +381,12 @@ class Driver:
         """Says what is to be said of a slot; what holds for good stays with the run."""
         if slot in self.pool.aside:
             self.store.add_note(note)
-        self.echo(SlotNoted(slot, note.text))
+        self.attempts.tell(SlotNoted(slot, note.text))
 
     def _keep_blocked(self, attempt: schedule.Attempt, reason: str, results: dict[str, CellResult]) -> None:
-        number, folder = self._new_attempt(attempt, self.seed(attempt.index))
-        outcome = Outcome(Status.UNSUPPORTED, reason, attempt=number, seed=self.seed(attempt.index))
+        seed = self.attempts.seed(attempt.index)
+        number, folder = self.attempts.new(attempt.cell, seed=seed, why=self._why(attempt))
+        outcome = Outcome(Status.UNSUPPORTED, reason, attempt=number, seed=seed)
         self.store.write_outcome(folder, outcome)
         self._learn(attempt.cell, (), outcome)
         self._tell(attempt.cell, outcome, results)
@@ -515,9 +397,9 @@ class Driver:
         self.expected = schedule.forecast(tuple(results.values()), self.work)
         done = self._done(results)
         if self.search is not None:  # it says when it is enough
-            self.echo(CellEnded(cell, outcome, done, None, None))
+            self.attempts.tell(CellEnded(cell, outcome, done, None, None))
         else:
-            self.echo(CellEnded(cell, outcome, done, len(results), self._time_left(results)))
+            self.attempts.tell(CellEnded(cell, outcome, done, len(results), self._time_left(results)))
 
     def _time_left(self, results: Mapping[str, CellResult]) -> float | None:
         open_ = [result for result in results.values() if schedule.blocked_by(result.cell, self.blocked) is None]
@@ -525,83 +407,10 @@ class Driver:
         return schedule.time_left(
             open_,
             seeds=self.seeds,
-            elapsed={entry.attempt.cell.id: now - entry.began for entry in self.running},
+            elapsed={entry.cell.id: now - entry.began for entry in self.attempts.running},
             expected=self.expected,
             slots=self.pool.at_once,
         )
-
-    def _stop(self, results: dict[str, CellResult]) -> None:
-        """Stop what runs, wait for it, keep what it showed."""
-        for entry in self.running:
-            self.executor.stop(entry.handle)
-        while self.running:
-            for ended in self._poll():
-                self.store.write_outcome(ended[0].folder, self._judge(ended))
-            self._rest()
-
-    # one cell again ----------------------------------------------------------------------------
-
-    def again(
-        self, cell: Cell, *, seeds: Sequence[int], listener: Listener, variant: bool = False
-    ) -> tuple[Outcome, ...]:
-        """Further attempts of one cell, one after another, with these seeds."""
-        self.echo, self.variant = listener, variant
-        self.order.update(self.store.order())
-        outcomes = []
-        with interruptible():
-            for index, seed in enumerate(seeds, start=1):
-                ended = self._alone(partial(self._start_alone, schedule.Attempt(cell, index), seed))
-                outcome = self._judge(ended)
-                self.store.write_outcome(ended[0].folder, outcome)
-                listener(CellEnded(cell, outcome, index, len(seeds), None))
-                outcomes.append(outcome)
-        return tuple(outcomes)
-
-    def aside(
-        self, cell: Cell, *, seed: int, env: Mapping[str, str], matrix: Matrix | None = None
-    ) -> tuple[Path, Exit]:
-        """An attempt that counts for nothing, with variables of its own for the probe; its folder, and how it ended."""
-        folder, attempt = self.store.new_trace(cell), schedule.Attempt(cell, 1)
-        self.store.write_about(folder, cell, seed=seed, order=0, why="a trace")
-        launch = self.trainer.launch(matrix or self.matrix, cell, seed=seed, folder=folder)
-        launch = replace(launch, env={**launch.env, **env})
-        with interruptible():
-            return folder, self._alone(partial(self._start_aside, attempt, launch, folder, seed))[1]
-
-    def _start_aside(self, attempt: schedule.Attempt, launch: Launch, folder: Path, seed: int) -> None:
-        slots = self._slots_for(attempt)
-        try:
-            task = self._task(launch, folder, slots)
-            handle = self.executor.start(replace(task, warm=self.warm.start(launch.warm)))
-        except BaseException:
-            self.pool.release(slots)
-            raise
-        self.running.append(Running(attempt, 1, seed, folder, slots, handle, self.occasion.clock()))
-
-    def _alone(self, start: Callable[[], None]) -> tuple[Running, Exit]:
-        """One attempt from its start to its end, while nothing else is under way."""
-        try:
-            start()
-            while not (ended := list(self._poll())):
-                self._rest()
-        except BaseException:
-            self._stop({})
-            raise
-        return ended[0]
-
-    def judge_aside(self, cell: Cell, folder: Path, *, seed: int, ended: Exit) -> Outcome:
-        """The outcome of such an attempt."""
-        return self._judge_folder(cell, folder, number=1, seed=seed, ended=ended)
-
-    def _start_alone(self, attempt: schedule.Attempt, seed: int) -> None:
-        self._start(attempt, self._slots_for(attempt), seed=seed)
-
-    def _slots_for(self, attempt: schedule.Attempt) -> tuple[str, ...]:
-        """The first that have memory for it."""
-        while not (placed := list(self.pool.place([(attempt, attempt.cell.id)]))):
-            self.pool.require()
-            self.occasion.sleep(POLL)
-        return placed[0][1]
 
 
 class BadFirstCell(UsageError):
@@ -616,22 +425,3 @@ def execute(driver: Driver, listener: Listener) -> tuple[CellResult, ...]:
         except BadFirstCell:
             driver.store.discard()
             raise
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """TERM and HUP act like Ctrl-C, as far as this thread may say so."""
-
-    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    try:
-        before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    except ValueError:  # not the main thread
-        yield
-        return
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

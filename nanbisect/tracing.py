@@ -74,9 +74,9 @@ def _attempt(
     driver: Driver, failure: Failure, env: Mapping[str, str], matrix: Matrix | None
 ) -> tuple[Traced, Evidence]:
     seed = failure.outcome.seed
-    folder, ended = driver.aside(failure.cell, seed=seed, env=env, matrix=matrix)
+    folder, ended = driver.single.aside(failure.cell, seed=seed, env=env, matrix=matrix)
     evidence = read_evidence(folder, ended)
-    outcome = driver.judge_aside(failure.cell, folder, seed=seed, ended=ended)
+    outcome = driver.single.judge_aside(failure.cell, folder, seed=seed, ended=ended)
     driver.store.write_outcome(folder, outcome)
     return origin_of(evidence, outcome, failure.outcome, way=FROM_START), evidence
 
@@ -90,7 +90,7 @@ def _alone(driver: Driver, failure: Failure, matrix: Matrix | None) -> Mapping[s
     """Each channel's backward by itself, in an attempt of its own: nothing of it can touch the traced one."""
     micro = failure.outcome.site.micro_batch if failure.outcome.site else 0
     env = {ALONE: f"{failure.step}:{micro}"}
-    folder, ended = driver.aside(failure.cell, seed=failure.outcome.seed, env=env, matrix=matrix)
+    folder, ended = driver.single.aside(failure.cell, seed=failure.outcome.seed, env=env, matrix=matrix)
     return channels_alone(read_evidence(folder, ended))
 
 

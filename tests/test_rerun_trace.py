@@ -163,7 +163,7 @@ def test_only_one_channels_loss_brings_it(tmp_path: Path) -> None:
             matrix = application.load(tmp_path / "m.yaml", NO_OVERRIDES)
             store = Store.create(tmp_path / optimizer, run_json(matrix, TRAINERS["sft"], CPU, Occasion()))
             driver = Driver(matrix, TRAINERS["sft"], executor, store=store, machine=CPU, occasion=Occasion())
-            driver.again(driver.cells.every[0], seeds=[0], listener=lambda event: None)
+            driver.single.again(driver.cells.every[0], seeds=[0], listener=lambda event: None)
             failure = tracing.failure_of(driver, driver.cells.every[0])
             assert failure is not None
             origin: Any = tracing.trace(driver, failure, lambda event: None).origin
@@ -230,7 +230,7 @@ def test_a_buffer_that_nothing_wrote_is_named(tmp_path: Path) -> None:
     occasion = Occasion(check=False)
     driver = Driver(matrix, TRAINERS["command"], executor, store=store, machine=CPU, occasion=occasion)
     try:
-        driver.again(driver.cells.every[0], seeds=[0], listener=lambda event: None)
+        driver.single.again(driver.cells.every[0], seeds=[0], listener=lambda event: None)
         failure = tracing.failure_of(driver, driver.cells.every[0])
         assert failure is not None
         traced = tracing.trace(driver, failure, lambda event: None)
@@ -333,7 +333,7 @@ def test_an_interrupted_trace_loses_nothing(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(KeyboardInterrupt):
         tracing.trace(driver, failure, lambda event: None)
     assert driver.store.outcomes(driver.cells.every[2]) == before
-    assert not driver.running
+    assert not driver.attempts.running
 
 
 # watched commands ------------------------------------------------------------------------------

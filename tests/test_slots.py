@@ -353,7 +353,7 @@ def test_a_cell_again_waits_for_a_gpu_with_memory(tmp_path: Path) -> None:
     """`rerun` takes the first that has enough, not simply the first."""
     run_of(tmp_path / "r", lambda task: scripted(task, 5.0, gib=20)).go()
     run = run_of(tmp_path / "r", lambda task: scripted(task, 5.0), look=Cards(gpu0=19))
-    (outcome,) = run.driver.again(expand(MATRIX)[3], seeds=[0], listener=run.events.append)
+    (outcome,) = run.driver.single.again(expand(MATRIX)[3], seeds=[0], listener=run.events.append)
     assert outcome.status is Status.FINITE
     assert [event.slot for event in run.events if isinstance(event, CellStarted)] == ["1"]
 
@@ -481,7 +481,7 @@ def real(matrix: Matrix, trainer: Any, folder: Path, *, machine: Machine = FOUR,
     """A run with real processes; `usable`: nobody waits for the first cell."""
     executor = LocalExecutor()
     driver = Driver(matrix, trainer, executor, store=Store.create(folder, {}), machine=machine, occasion=Occasion())
-    driver.usable = usable
+    driver.attempts.usable = usable
     return Run(driver, executor, [])  # type: ignore[arg-type]  # the executor is closed by the test
 
 
