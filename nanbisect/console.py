@@ -41,6 +41,7 @@ STYLES = {
     Status.NONFINITE: "bold red",
     Status.UNSUPPORTED: "dim",
 }
+LOOKING = "looking at this machine, and at what is to be trained"
 RECENT = 12  # ended cells kept in the live table
 WHOLE = 64  # cells shown in full after the run
 EXCERPT = 8  # last lines of the log of a cell that was not judged

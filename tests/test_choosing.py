@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanbisect import app as application
 from nanbisect import cells as all_cells
 from nanbisect import console as show
 from nanbisect import schedule
+from nanbisect.again import cell_of
 from nanbisect.attribution import Finding, Standing, attribute
 from nanbisect.cells import Cells
 from nanbisect.choosing import SearchFlags, budget_of, costs, strength_of
@@ -35,6 +35,7 @@ from nanbisect.report.model import build
 from nanbisect.report.redact import Redactor
 from nanbisect.report.result import to_result
 from nanbisect.report.search import SearchSummary
+from nanbisect.reporting import exit_code, inputs_of
 from nanbisect.run import Driver, Machine, Occasion, execute
 from nanbisect.search.propose import account, propose
 from nanbisect.search.space import Space
@@ -101,7 +102,7 @@ def go(driver: Driver, listener: Callable[[Event], None] = lambda event: None) -
 
 def read(folder: Path) -> RunInputs:
     """What a report of that folder is made of; every rendering of it can be made, and none says too much."""
-    inputs = application.inputs_of(Store(folder))
+    inputs = inputs_of(Store(folder))
     report = build(inputs)
     console = show.console_for()
     with console.capture() as shown:
@@ -143,7 +144,7 @@ def test_the_demo_s_cause_from_at_most_sixteen_cells(tmp_path: Path) -> None:
     assert known["untestable"] > 0
     assert known["ended"] == driver.ended == "the search has tried all that it can at strength 2,1"
     assert any("12 of 36 cells can't run here: attention=flash" in caution.text for caution in inputs.cautions)
-    assert application.exit_code(results, known=driver.known()) == 1
+    assert exit_code(results, known=driver.known()) == 1
     assert "was not run" not in "".join(caution.text for caution in inputs.cautions)
     (*_, step) = next_steps(inputs, ())
     assert step.command == "nanbisect run m.yaml --finish-grid --resume --out reports/r"
@@ -238,12 +239,12 @@ def test_a_budget_of_attempts_counts_across_a_kill_and_not_what_was_there_before
 def test_a_budget_that_is_spent_without_a_failure_is_no_clean_bill(tmp_path: Path) -> None:
     """Exit code 3, not 0: combinations are pending. 0 is for a search that came to its end."""
     short = driver_for(tmp_path / "short", lambda levels: False, plan=replace(QUICK, budget=4))
-    assert application.exit_code(go(short), known=short.known()) == 3
+    assert exit_code(go(short), known=short.known()) == 3
     assert "not reproduced" in build(read(tmp_path / "short")).verdict
     whole = driver_for(tmp_path / "whole", lambda levels: False)
     results = go(whole)
     assert len(results) < 36
-    assert application.exit_code(results, known=whole.known()) == 0
+    assert exit_code(results, known=whole.known()) == 0
     assert any("at least 3 factors" in text for text in build(read(tmp_path / "whole")).account)
 
 
@@ -318,10 +319,10 @@ def test_a_large_grid_is_never_listed(tmp_path: Path, monkeypatch: pytest.Monkey
     assert f"of {3**9:,} matching cells failed" in to_markdown(build(inputs), Redactor.none())
     failing = next(result.cell for result in results if result.status is Status.NONFINITE)
     for name in (str(failing.number), failing.id):
-        assert application.cell_of(Store(tmp_path / "r"), LARGE, name) == failing
-    assert application.cell_of(Store(tmp_path / "r"), LARGE, "12345").number == 12345
+        assert cell_of(Store(tmp_path / "r"), LARGE, name) == failing
+    assert cell_of(Store(tmp_path / "r"), LARGE, "12345").number == 12345
     with pytest.raises(UsageError, match="no cell matches 'f1=9'"):
-        application.cell_of(Store(tmp_path / "r"), LARGE, "f1=9")
+        cell_of(Store(tmp_path / "r"), LARGE, "f1=9")
     assert time.perf_counter() - began < 30
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanbisect.app import LOOKING
+from nanbisect.console import LOOKING
 from tests import tiny
 from tests.commands import nanbisect, result
 
