@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 from nanbisect import schedule
 from nanbisect.events import CellStarted, Event, Listener, StartNoted
-from nanbisect.evidence import judge
 from nanbisect.executors.base import Executor, Exit, Handle, Task, WarmStart, child_environment
+from nanbisect.judging import judge
 from nanbisect.machine import POLL, Occasion, slot_environment, wait
 from nanbisect.matrix import Cell, Matrix
 from nanbisect.outcome import Outcome

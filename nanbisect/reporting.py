@@ -16,7 +16,7 @@ from nanbisect import schedule
 from nanbisect.attribution import attribute
 from nanbisect.cells import Cells
 from nanbisect.choosing import Blocked, is_search, kept_of, summary_of
-from nanbisect.evidence import STOPPED
+from nanbisect.judging import STOPPED
 from nanbisect.machine import from_run_json
 from nanbisect.matrix import Cell
 from nanbisect.matrix_command import settings_of

@@ -17,7 +17,8 @@ from typing import Any
 import psutil
 
 from nanbisect.errors import UsageError
-from nanbisect.evidence import Effect, Ending, Evidence, judge, unseen
+from nanbisect.evidence import Effect, Ending, Evidence
+from nanbisect.judging import judge, unseen
 from nanbisect.matrix import Cell
 from nanbisect.outcome import CellResult, Outcome, Site, Smear, Status
 from nanbisect.report.places import of_what, places

@@ -40,6 +40,8 @@ FLOORS = (
             "presence",
             "ranks",
             "evidence",
+            "sightings",
+            "judging",
             "origins",
             "neutrality",
             "combinations",
@@ -53,9 +55,22 @@ FLOORS = (
         ),
     ),
     ("executors", "gpus", "ports", "store", "trainers"),
-    ("machine", "pool", "warm_check", "choosing", "picking", "run", "tracing", "changes", "starting"),
+    (
+        "machine",
+        "pool",
+        "warm_check",
+        "choosing",
+        "picking",
+        "attempts",
+        "single",
+        "resuming",
+        "run",
+        "tracing",
+        "changes",
+        "starting",
+    ),
     ("watch", "watch_trace", "environment"),
-    ("console", "app", "cli", "__main__"),
+    ("console", "reporting", "again", "app", "cli", "__main__"),
 )
 NO_EFFECTS = {"os", "time", "random", "pathlib", "subprocess", "socket", "tempfile", "threading", "secrets", "shutil"}
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from nanbisect.evidence import CUT, Effect, Ending, Evidence, judge
+from nanbisect.evidence import Effect, Ending, Evidence
+from nanbisect.judging import judge
 from nanbisect.outcome import Outcome, Status, unwrapped
 from nanbisect.ranks import of_process
+from nanbisect.sightings import CUT
 from nanbisect.trainers.base import PROBE
 from tests import fakes
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from nanbisect.evidence import Ending, Evidence, judge
+from nanbisect.evidence import Ending, Evidence
+from nanbisect.judging import judge
 from nanbisect.outcome import Outcome, Status
 from tests import fakes
 from tests.test_evidence import NONE

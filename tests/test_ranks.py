@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from nanbisect.evidence import Effect, Ending, judge
+from nanbisect.evidence import Effect, Ending
+from nanbisect.judging import judge
 from nanbisect.matrix import Cell
 from nanbisect.outcome import CellResult, Outcome, Ranks, Site, Status
 from nanbisect.ranks import on_ranks

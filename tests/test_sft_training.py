@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 
-from nanbisect.evidence import Effect, Evidence, judge
+from nanbisect.evidence import Effect, Evidence
 from nanbisect.executors.base import Exit
+from nanbisect.judging import judge
 from nanbisect.outcome import Outcome, Status
 from nanbisect.store import read_evidence
 from nanbisect.trainers.base import probe_environment

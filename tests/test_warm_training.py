@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from nanbisect.evidence import judge
 from nanbisect.executors.base import Task, child_environment
 from nanbisect.executors.local import LocalExecutor
+from nanbisect.judging import judge
 from nanbisect.matrix import Factor, Matrix, expand
 from nanbisect.outcome import Outcome
 from nanbisect.store import read_evidence

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanbisect.evidence import OF_A_MICRO_BATCH
 from nanbisect.neutrality import listed
 from nanbisect.outcome import CellResult, Site, Smear
 from nanbisect.ranks import on_ranks
 from nanbisect.report.words import code, counted, figures, kind_of, one_line
+from nanbisect.sightings import OF_A_MICRO_BATCH
 
 OF_STEP = {
     "data": "the data",
