@@ -3,8 +3,8 @@
     python -m tests.kills COUNT SEED SECONDS OUT -- COMMAND...      (COMMAND runs into OUT and knows --resume)
 
 Each round starts the command, waits a random time up to SECONDS, kills the driver, a shim, a training
-process or a server of warm starts, lets the driver of the last three go on for a while, and then kills that
-too. Prints what it did; exit 1 if a finished outcome changed, an attempt was made twice (once more by itself
+process, a server of warm starts or what waits in it for the next attempt, lets the driver go on for a while
+where it was another, and then kills that too. Prints what it did; exit 1 if a finished outcome changed, an attempt was made twice (once more by itself
 where it shared a process, see `--keep-model`, is none), or a process was left.
 """
 
@@ -35,7 +35,7 @@ def below(root: int) -> list[psutil.Process]:
 
 
 def victims(driver: int, out: Path) -> dict[str, list[int]]:
-    """Process ids by role: servers are the driver's children, shims and trainings are in the attempts' notes."""
+    """Process ids by role: servers are below the driver, shims and trainings are in the attempts' notes."""
     shims, mains = [], []
     for path in out.glob("cells/*/attempt-*/pids.json"):
         noted = json.loads(path.read_text())
@@ -45,7 +45,14 @@ def victims(driver: int, out: Path) -> dict[str, list[int]]:
         mains += [noted["main"]["pid"]] if _is(noted["main"]) else []
     trainings = [*mains, *(child.pid for main in mains for child in below(main))]
     servers = [child.pid for child in below(driver) if child.pid not in shims + trainings and _is_server(child)]
-    return {"driver": [driver], "shim": shims, "training": trainings, "server": servers}
+    forked = [child.pid for server in servers for child in below(server)]
+    return {
+        "driver": [driver],
+        "shim": shims,
+        "training": trainings,
+        "server": [pid for pid in servers if pid not in forked],
+        "waiting": [pid for pid in forked if pid not in shims + trainings],  # forked for an attempt that is to come
+    }
 
 
 def _is(noted: dict[str, float]) -> bool:
@@ -86,11 +93,11 @@ def left_behind(out: Path) -> list[int]:
 
 
 def round_of_kills(command: list[str], out: Path, rng: random.Random, longest: float) -> str:
-    """Start, wait, kill one of the four, and in the end the driver. Says who was killed."""
+    """Start, wait, kill one of the five, and in the end the driver. Says who was killed."""
     resume = ["--resume"] if (out / "run.json").exists() else []
     process = subprocess.Popen([*command, *resume], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     time.sleep(rng.uniform(0.0, longest))
-    role = rng.choice(["driver", "shim", "training", "server"])
+    role = rng.choice(["driver", "shim", "training", "server", "waiting"])
     chosen = victims(process.pid, out)[role]
     for pid in chosen[:1]:
         _kill(pid)
