@@ -4,8 +4,9 @@
 
 Each round starts the command, waits a random time up to SECONDS, kills the driver, a shim, a training
 process, a server of warm starts or what waits in it for the next attempt, lets the driver go on for a while
-where it was another, and then kills that too. Prints what it did; exit 1 if a finished outcome changed, an attempt was made twice (once more by itself
-where it shared a process, see `--keep-model`, is none), or a process was left.
+where it was another, and then kills that too. Prints what it did; exit 1 if a finished outcome changed, an
+attempt was made twice (once more by itself where it shared a process, see `--keep-model`, is none), or a
+process was left.
 """
 
 from __future__ import annotations
