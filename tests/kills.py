@@ -71,12 +71,15 @@ def _is_server(process: psutil.Process) -> bool:
 
 
 def outcomes(out: Path) -> dict[str, dict[str, object]]:
-    """Every outcome on disk that somebody may rely on: attempt folder -> its JSON. Killed ones may be made again."""
+    """Every outcome on disk that somebody may rely on: attempt folder -> its JSON, less what a trace adds at the end.
+
+    Killed ones may be made again.
+    """
     found = {}
     for path in sorted(out.glob("cells/*/attempt-*/outcome.json")):
         data = json.loads(path.read_text())
         if data["status"] != "killed":
-            found[str(path.parent.relative_to(out))] = data
+            found[str(path.parent.relative_to(out))] = {name: data[name] for name in data.keys() - {"origin", "doubts"}}
     return found
 
 

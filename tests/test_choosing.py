@@ -581,7 +581,7 @@ class WarmTrainer(fakes.FakeTrainer):
 def test_a_command_may_start_warm_under_a_search_too(tmp_path: Path) -> None:
     """The first judged cell is run both ways, though nothing waits behind it yet; the others start warm."""
     driver = driver_for(tmp_path / "r")
-    driver.trainer = WarmTrainer()
+    driver.trainer = driver.attempts.trainer = WarmTrainer()
     results = go(driver)
     assert isinstance(driver.executor, ScriptedExecutor)
     starts = driver.executor.starts
