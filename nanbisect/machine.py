@@ -119,8 +119,12 @@ class Looked:
 
 
 def look(launch: Launch, folder: Path, executor: Executor, occasion: Occasion) -> Looked:
-    """Run a process that looks around and writes its lines into the diary in `folder`, in the environment of a cell."""
-    env = child_environment(occasion.environ, set={**launch.env, **first_device(occasion, launch.env)})
+    """Run a process that looks around and writes its lines into the diary in `folder`, in the environment of a cell.
+
+    With as many threads as a cell on the CPU gets, so that one server can start both.
+    """
+    added = {**launch.env, **first_device(occasion, launch.env), **threads(occasion, launch.env)}
+    env = child_environment(occasion.environ, set=added)
     task = Task(launch.argv, env, Path(launch.workdir), folder, CHECK_TIMEOUT, warm=launch.warm)
     handle = executor.start(task)
     ended = wait(executor, handle)
@@ -197,8 +201,14 @@ def slot_environment(slots: Sequence[str], occasion: Occasion, env: Mapping[str,
     """
     if not slots[0].startswith("cpu"):
         return {VISIBLE: ",".join(slots)}
-    told = occasion.jobs == 1 or THREADS in {**occasion.environ, **(env or {})}
-    return {VISIBLE: "", **({} if told else {THREADS: str(max(1, cores() // occasion.jobs))})}
+    return {VISIBLE: "", **threads(occasion, env)}
+
+
+def threads(occasion: Occasion, env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """A share of the cores for each of several slots, unless the user or the launch says how many threads."""
+    if occasion.jobs == 1 or THREADS in {**occasion.environ, **(env or {})}:
+        return {}
+    return {THREADS: str(max(1, cores() // occasion.jobs))}
 
 
 def cores() -> int:

@@ -19,11 +19,19 @@ from typing import Any
 import psutil
 import pytest
 
+from nanbisect.errors import ExecutorError
 from nanbisect.executors.base import LOG_FILE, PIDS_FILE, Exit, Handle, Task, WarmStart, child_environment
 from nanbisect.executors.local import LocalExecutor, sweep
+from nanbisect.executors.scripted import Scripted, ScriptedExecutor
 from nanbisect.executors.warm import servers
+from nanbisect.executors.warm.servers import key_of
+from nanbisect.machine import Occasion, check_machine, slot_environment
+from nanbisect.matrix import expand
+from nanbisect.matrix_file import read_matrix
 from nanbisect.trainers.base import probe_environment
+from nanbisect.trainers.registry import TRAINERS, VOCABULARIES
 from nanbisect.trainers.warm_start import warm_start
+from tests.commands import ROOT
 from tests.test_executors import GRANDCHILD, lives, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="attempts start warm on Linux only")
@@ -515,3 +523,28 @@ def test_a_warm_start_for_another_python_and_its_words() -> None:
     env = {"PATH": str(Path(sys.executable).parent)}
     found = warm_start(("python", "-u", "train.py", "--x"), workdir=Path.cwd(), env=env)
     assert found == WarmStart("python", "script", ("train.py", "--x"))
+
+
+class Taking(ScriptedExecutor):
+    """Starts nothing: says what it was asked for."""
+
+    def start(self, task: Task) -> Handle:
+        """Keep it."""
+        self.starts.append(task)
+        raise ExecutorError("as asked")
+
+
+@pytest.mark.parametrize("jobs", [1, 2, 3])
+def test_the_check_and_the_cells_have_one_server(tmp_path: Path, jobs: int) -> None:
+    """Several at once get fewer threads each, which a library may read when it is imported: so does the check."""
+    demo = ROOT / "matrices" / "demo.yaml"
+    matrix = read_matrix(demo.read_text(), source=str(demo), folder=str(demo.parent), vocabularies=VOCABULARIES)
+    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    occasion, trainer, executor = Occasion(environ=environ, jobs=jobs), TRAINERS["sft"], Taking(lambda task: Scripted())
+    with pytest.raises(ExecutorError, match="as asked"):
+        check_machine(matrix, trainer, executor, occasion)
+    launch = trainer.launch(matrix, expand(matrix)[0], seed=0, folder=tmp_path)
+    slots = (f"cpu{jobs - 1}",)
+    env = child_environment(environ, set={**launch.env, **slot_environment(slots, occasion, launch.env)})
+    cell = Task(launch.argv, env, Path(launch.workdir), tmp_path, None, slots, launch.warm)
+    assert key_of(executor.starts[0]) == key_of(cell)
