@@ -6,9 +6,10 @@ import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from nanbisect import schedule
 from nanbisect.events import CellStarted, Event, Listener, StartNoted
@@ -174,10 +175,7 @@ class Attempts:
 
     def judge_folder(self, cell: Cell, folder: Path, *, number: int, seed: int, ended: Exit | None) -> Outcome:
         """The outcome of an attempt by what it left. `ended`: None for one whose driver died."""
-
-        def effect_of(resolved: Mapping[str, Any]) -> Any:
-            return self.trainer.effect(self.matrix, cell, resolved)
-
+        effect_of = partial(self.trainer.effect, self.matrix, cell)
         return judge(read_evidence(folder, ended), attempt=number, seed=seed, effect_of=effect_of)
 
     def finished(self, cell: Cell) -> tuple[Outcome, ...]:

@@ -21,6 +21,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -70,17 +71,26 @@ def _is_server(process: psutil.Process) -> bool:
         return False
 
 
-def outcomes(out: Path) -> dict[str, dict[str, object]]:
-    """Every outcome on disk that somebody may rely on: attempt folder -> its JSON, less what a trace adds at the end.
-
-    Killed ones may be made again.
-    """
+def outcomes(out: Path) -> dict[str, dict[str, Any]]:
+    """Every outcome on disk that somebody may rely on: attempt folder -> its JSON. Killed ones may be made again."""
     found = {}
     for path in sorted(out.glob("cells/*/attempt-*/outcome.json")):
         data = json.loads(path.read_text())
         if data["status"] != "killed":
-            found[str(path.parent.relative_to(out))] = {name: data[name] for name in data.keys() - {"origin", "doubts"}}
+            found[str(path.parent.relative_to(out))] = data
     return found
+
+
+def changed(kept: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> list[str]:
+    """Attempts whose outcome was lost or is another. A trace, made at the end, adds its origin and notes, no more."""
+    return [name for name, before in kept.items() if _less_trace(before, now.get(name)) != before]
+
+
+def _less_trace(before: dict[str, Any], now: dict[str, Any] | None) -> dict[str, Any] | None:
+    if now is None or before["origin"] is not None:
+        return now
+    added = [note for note in now["doubts"] if note not in before["doubts"]]
+    return {**now, "origin": None, "doubts": [note for note in now["doubts"] if note not in added]}
 
 
 def left_behind(out: Path) -> list[int]:
@@ -123,7 +133,7 @@ def trial(command: list[str], out: Path, *, count: int, seed: int, longest: floa
     for number in range(1, count + 1):
         role = round_of_kills(command, out, rng, longest)
         now = outcomes(out)
-        wrong += [f"round {number}: {name} was lost or changed" for name in kept if now.get(name) != kept[name]]
+        wrong += [f"round {number}: {name} was lost or changed" for name in changed(kept, now)]
         sys.stdout.write(f"round {number}: killed {role}; {len(now)} finished\n")
         sys.stdout.flush()
         kept = now
@@ -131,7 +141,7 @@ def trial(command: list[str], out: Path, *, count: int, seed: int, longest: floa
     code = subprocess.call([*command, *resume], stdout=subprocess.DEVNULL)
     sys.stdout.write(f"last: exit code {code}\n")
     now = outcomes(out)
-    wrong += [f"at the end: {name} was lost or changed" for name in kept if now.get(name) != kept[name]]
+    wrong += [f"at the end: {name} was lost or changed" for name in changed(kept, now)]
     made = [(name.rpartition("/")[0], one["seed"], one["started"] == "kept") for name, one in now.items()]
     wrong += [f"{each[0]} was run twice" for each, times in Counter(made).items() if times > 1]
     deadline = time.monotonic() + SETTLE
