@@ -45,8 +45,9 @@ def pending(
     those to be tried once more although they ended unjudged. Without that they would end the same way.
     """
     todo = []
+    left_out = {*running, *given_up}
     for result in results:
-        if result.cell.id in (*running, *given_up):
+        if result.cell.id in left_out:
             continue
         done = counted(result.attempts)
         made = {outcome.seed for outcome in done if outcome.judged or result.cell.id not in again}
@@ -172,16 +173,19 @@ def level_costs(seconds: Sequence[tuple[Cell, float]]) -> Forecast:
     Least squares on logarithms; the pull to 1, of a fiftieth of an observation a level, only settles what
     the cells seen leave open. Solved by going round the levels, which converges for such a sum.
     """
-    logs = [(cell, math.log(max(value, 1e-6))) for cell, value in seconds]
-    common = fmean(value for _, value in logs)
-    effects: dict[tuple[str, str], float] = {}
-    levels = sorted({item for cell, _ in logs for item in cell.levels.items()})  # the same sums in every process
+    logs = [math.log(max(value, 1e-6)) for _, value in seconds]
+    common = fmean(logs)
+    unexplained = [value - common for value in logs]
+    seen: dict[tuple[str, str], list[int]] = {}  # level -> the places of its cells
+    for place, (cell, _) in enumerate(seconds):
+        for item in cell.levels.items():
+            seen.setdefault(item, []).append(place)
+    effects = dict.fromkeys(sorted(seen), 0.0)  # sorted: the same sums in every process
     for _ in range(ROUNDS):
-        for level in levels:
-            rest = [
-                value - common - sum(effects.get(item, 0.0) for item in cell.levels.items() if item != level)
-                for cell, value in logs
-                if level in cell.levels.items()
-            ]
-            effects[level] = sum(rest) / (len(rest) + PULL)
+        for level, effect in effects.items():
+            places = seen[level]
+            rest = sum(unexplained[place] for place in places) + effect * len(places)
+            effects[level] = rest / (len(places) + PULL)
+            for place in places:
+                unexplained[place] += effect - effects[level]
     return lambda cell: math.exp(common + sum(effects.get(item, 0.0) for item in cell.levels.items()))
