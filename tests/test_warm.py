@@ -44,7 +44,7 @@ class default_generator:
     seed = staticmethod(lambda: None)
 """
 WHO = """
-import json, os, signal, sys, threading
+import gc, json, os, signal, sys, threading
 import torch
 names = [one for one in signal.Signals if one not in (signal.SIGKILL, signal.SIGSTOP)]
 print(json.dumps({
@@ -70,6 +70,7 @@ print(json.dumps({
     "unbuffered": sys.stdout.write_through,
     "thread": threading.current_thread().name,
     "threads": THREADS,
+    "collector": [gc.isenabled(), gc.get_threshold()],
     "env": dict(os.environ),
 }))
 if "fail" in sys.argv:
@@ -306,6 +307,18 @@ def test_a_library_imported_late_is_there_for_the_next_child(place: Place) -> No
             logs.append((task.folder / LOG_FILE).read_text())
             time.sleep(1.0)  # not waited for: the next one may come too early, which costs time and nothing else
     assert logs[0] == "imported\n" and logs[-1] == ""
+
+
+def test_what_a_library_sets_for_the_collector_stays(place: Place) -> None:
+    """Warm as cold, although the server's imports are not interrupted by collections."""
+    (place.folder / "stub" / "datasets.py").write_text("import gc\ngc.set_threshold(5, 6, 7)\n")
+    (place.work / "train.py").write_text("import datasets, gc, torch\nprint(gc.get_threshold())")
+    for warm in (False, True):
+        with started(warm) as executor:
+            task = place.task("train.py")
+            ended = finish(executor, executor.start(task))
+            assert (ended.code, ended.started) == (0, "warm" if warm else "cold")
+            assert (task.folder / LOG_FILE).read_text() == "(5, 6, 7)\n"
 
 
 def test_a_library_that_starts_a_thread_is_left_to_the_children(place: Place) -> None:

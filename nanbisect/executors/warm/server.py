@@ -96,6 +96,15 @@ class Server:
         else:
             scripts += preload.files_of(self.plan["words"][0])
         careful = self.plan["careful"]
+        with preload.uncollected():
+            self._bring(scripts, careful=careful)
+        why = self._unfit()
+        if why is not None and not careful and preload.threads():
+            self._again({**self.start, PLAN: json.dumps({**self.plan, "careful": True})})
+        return why
+
+    def _bring(self, scripts: Sequence[str], *, careful: bool) -> None:
+        """Import what is wanted. With `careful`, threads are looked for after each library."""
         for module, names in preload.wanted(self.plan["modules"], scripts):
             root = preload.root_of(module)
             if root not in self.plan["skip"]:
@@ -103,10 +112,6 @@ class Server:
                 if careful and preload.threads() and root != "torch":  # do without this library
                     skip = [*self.plan["skip"], root]
                     self._again({**self.start, PLAN: json.dumps({**self.plan, "skip": skip})})
-        why = self._unfit()
-        if why is not None and not careful and preload.threads():
-            self._again({**self.start, PLAN: json.dumps({**self.plan, "careful": True})})
-        return why
 
     def _again(self, env: Dict[str, str]) -> None:
         """Start afresh in another environment, at most a few times."""
@@ -122,8 +127,9 @@ class Server:
         if not names or not self.plan["learn"]:
             return
         self._drop()
-        for name in names:
-            preload.bring(name, [])
+        with preload.uncollected():
+            for name in names:
+                preload.bring(name, [])
         gc.freeze()
         if self._unfit() is not None:
             self._again({**self.start, PLAN: json.dumps({**self.plan, "learn": False})})
