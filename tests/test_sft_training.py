@@ -10,13 +10,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nanbisect.evidence import Effect, Evidence
 from nanbisect.executors.base import Exit
@@ -49,13 +50,18 @@ class Trained:
         return judge(self.evidence, attempt=1, seed=0, effect_of=effect_of)
 
 
-def train(job: Job) -> Trained:
+COLD = ("-m", "nanbisect.trainers.sft")
+IMPORTED = ("-c", "import runpy, torch; runpy._run_module_as_main('nanbisect.trainers.sft')")
+
+
+def train(job: Job, *, start: Sequence[str] = COLD, variables: Mapping[str, str] | None = None) -> Trained:
     """One job in a process of its own, with the probe."""
     folder = Path(job.folder)
     folder.mkdir()
     job.write(folder / "job.json")
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **probe_environment(folder, os.environ)}
-    argv = [sys.executable, "-m", "nanbisect.trainers.sft", str(folder / "job.json")]
+    env |= variables or {}
+    argv = [sys.executable, *start, str(folder / "job.json")]
     began = time.monotonic()
     with (folder / "log.txt").open("wb") as log:
         code = subprocess.run(argv, env=env, stdout=log, stderr=log, timeout=TIMEOUT, check=False).returncode
@@ -268,6 +274,45 @@ def test_unwritten_memory_is_a_nan_only_where_it_is_filled(tmp_path: Path) -> No
     )
     assert done["kernels"].outcome().status is Status.FINITE
     assert done["kernels+fill"].outcome().status is Status.NONFINITE
+
+
+ALL_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1024", "LRU_CACHE_CAPACITY": "1024"}
+EVER_NEW_SHAPES = """
+import resource
+import torch
+
+def model(settings):
+    return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).bfloat16()
+
+def records(settings):
+    return [{"id": n} for n in range(99)]
+
+def collate(records, settings):
+    return torch.full((64 + int(records[0]["id"]), 64), 0.1).bfloat16()
+
+def losses(model, batch):
+    if len(batch) in (80, 162):
+        print("MiB:", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
+    return {"text": (model(batch).float().sum(), len(batch))}
+"""
+
+
+@pytest.mark.skipif(
+    not (hasattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported") and torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+    reason="oneDNN multiplies no bf16 on this processor",
+)
+def test_kernels_of_shapes_that_are_gone_are_not_kept_unless_the_user_says(tmp_path: Path) -> None:
+    """Also where torch was imported before, as in a server's fork; with the same losses."""
+    few = train(recipe_job(tmp_path, "few", EVER_NEW_SHAPES, size=99), start=IMPORTED)
+    many = train(recipe_job(tmp_path, "many", EVER_NEW_SHAPES, size=99), variables=ALL_KERNELS)
+    assert few.outcome().loss == many.outcome().loss
+    assert grown(few) < grown(many) / 3, (grown(few), grown(many))
+
+
+def grown(done: Trained) -> int:
+    """MiB between the two marks that the recipe printed."""
+    before, after = (int(line.split()[1]) for line in done.log.splitlines() if line.startswith("MiB:"))
+    return after - before
 
 
 ATTENDING = "torch.nn.functional.scaled_dot_product_attention(*[batch[None, None]] * 3).sum()"

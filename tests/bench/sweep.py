@@ -85,13 +85,13 @@ BARE_FORKS = """
 import gc, json, os, sys
 import torch._dynamo
 import nanbisect.trainers.sft.loop
-from nanbisect.trainers.sft.__main__ import leave, main
+from nanbisect.trainers.sft.__main__ import KERNELS, leave, main
 gc.collect()
 gc.freeze()
 for folder in json.loads(sys.argv[1]):
     pid = os.fork()
     if pid == 0:
-        os.environ["NANBISECT_PROBE"] = folder
+        os.environ.update(KERNELS, NANBISECT_PROBE=folder)
         sys.modules["_nanbisect_probe"].moved(folder)
         leave(main([folder + "/job.json"]))
     os.waitpid(pid, 0)

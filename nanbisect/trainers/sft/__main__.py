@@ -18,6 +18,15 @@ from nanbisect.trainers.sft.diary import Diary
 from nanbisect.trainers.sft.job import Job
 from nanbisect.trainers.sft.problems import BadInput, Unsupported, out_of_memory
 
+KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
+"""How many kernels oneDNN keeps on a CPU, and torch's own list of them, unless the user says; 1,024 each by default.
+
+A kernel is made for its shape. Records of ever new lengths need new ones at each step, 16 MB of them for a model
+of the demo's size, and a process that lives for one cell never comes back to the old ones. A step of it uses 30.
+Both are read at the first product of matrices, hence also where torch was imported before. Which kernel computes
+what doesn't depend on them. A process that stays for further cells comes back to all.
+"""
+
 
 def main(arguments: list[str], kept: Any = None) -> int:
     """Train or check; 0 whenever the end line says what happened. `kept`: what cells before have left to this one."""
@@ -70,6 +79,8 @@ def leave(code: int) -> NoReturn:
 if __name__ == "__main__":
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if stays() is None:
+        for variable, capacity in KERNELS.items():
+            os.environ.setdefault(variable, capacity)
         leave(main(sys.argv[1:]))
     from nanbisect.trainers.sft.kept import serve
 
