@@ -655,4 +655,5 @@ def test_levels_that_this_machine_lacks(tmp_path: Path) -> None:
     assert check.why_not("attention", "sdpa:flash", work, CPU) is None
     assert "sdpa:efficient" in str(check.why_not("attention", "sdpa:efficient", work, CPU))
     assert check.why_not("optimizer", "adamw_fused", work, CPU) is None
+    assert check.why_not("optimizer", "adamw", work, CPU) is None
     assert check.why_not("batch_size", "8", work, CPU) is None

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +274,24 @@ def test_unwritten_memory_is_a_nan_only_where_it_is_filled(tmp_path: Path) -> No
     )
     assert done["kernels"].outcome().status is Status.FINITE
     assert done["kernels+fill"].outcome().status is Status.NONFINITE
+
+
+CHECKED = """
+import sys
+from nanbisect.trainers.sft.__main__ import main
+
+assert main([sys.argv[1], "--check"]) == 0
+print("_dynamo imported:", "torch._dynamo" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(("level", "imported"), [("adamw", False), ("adamw_foreach", True)])
+def test_only_optimizers_with_kernels_of_their_own_are_tried(tmp_path: Path, level: str, imported: bool) -> None:
+    """Making any takes longer than the rest of the check: torch imports its compiler for it."""
+    job = replace(recipe_job(tmp_path, "checked", RECIPE), levels={"optimizer": (level,)})
+    done = train(job, start=("-c", CHECKED))
+    assert [line["level"] for line in done.evidence.lines("tried")] == [level]
+    assert f"_dynamo imported: {imported}" in done.log
 
 
 ALL_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1024", "LRU_CACHE_CAPACITY": "1024"}

@@ -1,6 +1,7 @@
 """One look at this machine, the recipe and the data, before any cell runs.
 
-Each level that a machine may lack is tried once, on small tensors: its forward, backward and step.
+Each level that a machine may lack is tried once, on small tensors: its forward, backward and step. No optimizer
+is made otherwise: any of torch's imports torch._dynamo, which takes longer than all the rest.
 """
 
 from __future__ import annotations
@@ -185,6 +186,8 @@ def _param_dtype(level: str, job: Job, device: torch.device) -> None:
 
 
 def _optimizer(level: str, job: Job, device: torch.device) -> None:
+    if level not in ("adamw_foreach", "adamw_fused"):  # the others take no kernel of their own
+        return
     weight = torch.nn.Parameter(torch.ones(4, device=device))
     plan = plan_of(job)
     plan.optimizer = level
